@@ -506,11 +506,18 @@ def test_a_thread_can_wait_for_an_event_in_its_own_lane(recorder):
     assert recorder.conflicts == []
 
 
-def test_saving_reads_in_the_thread_that_saves(recorder, tmp_path):
-    tensor = torch.zeros(8)
-    write(tensor)
+def brought_by_a_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """That need not wait: what it has brought is host memory."""
+    return torch.empty_like(tensor).copy_(tensor, non_blocking=True)
+
+
+@pytest.mark.parametrize("make", [torch.clone, brought_by_a_copy])
+def test_a_thread_that_saves_waits_for_what_the_default_stream_had_queued(recorder, tmp_path, make):
+    """Of a device's memory; host memory it reads as it is."""
+    tensor = make(torch.zeros(8, device="cpu") + 1)
     in_thread(lambda: torch.save(tensor, tmp_path / "unordered.pt"), "join")
-    assert [c.later.operator for c in recorder.conflicts] == ["torch.save"]
+    found = [conflict.later.operator for conflict in recorder.conflicts]
+    assert found == (["torch.save"] if make is brought_by_a_copy else [])
 
 
 def test_saving_on_the_main_thread_waits_for_its_stream(recorder, tmp_path):

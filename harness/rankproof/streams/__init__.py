@@ -77,7 +77,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rankproof.streams import lanes
+from rankproof.streams import lanes, stagers
 from rankproof.streams.beside_operators import BesideOperators
 from rankproof.streams.collectives import Collectives
 from rankproof.streams.lanes import RECORDERS
@@ -105,6 +105,7 @@ def recording() -> Iterator[Recorder]:
         Handovers(recorder).watch()
         BesideOperators(recorder).watch()
         Collectives(recorder).watch()
+        stagers.watch(recorder)
         recorder.undo.enter_context(OrderMode(recorder))
         torch.empty(0)  # the first operator imports torch._dynamo: no fork may find that half done
         yield recorder

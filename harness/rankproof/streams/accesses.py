@@ -22,6 +22,7 @@ class Access:
     time: int
     ranges: tuple[Range, ...]
     collective: Collective | None = None  # whose access it is
+    arrives: bool = False  # it is written by a copy that need not wait, from no host memory
 
     @property
     def verb(self) -> str:

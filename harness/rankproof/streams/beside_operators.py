@@ -3,7 +3,7 @@
 import ctypes
 import os
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 
 import torch
 from torch.jit._builtins import _find_builtin, _register_builtin
@@ -13,10 +13,11 @@ from rankproof.imports import called_by_recipe
 from rankproof.streams.lanes import Stream
 from rankproof.streams.lines import DISPATCHERS
 from rankproof.streams.operators import PLAIN, tensors_in
+from rankproof.streams.places import made_by_host, moved
 from rankproof.streams.recorder import Recorder
 
 FACTORIES = ("tensor", "as_tensor", "from_numpy", "arange", "linspace", "eye", "full", "ones")
-FACTORIES += ("zeros", "rand", "randn", "randint", "randperm")
+FACTORIES += ("zeros", "rand", "randn", "randint", "randperm", "empty")
 
 
 class BesideOperators:
@@ -33,12 +34,13 @@ class BesideOperators:
         for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"):
             shown = name.strip("_")
             recorder.watch(torch.Tensor, name, partial(self.read_by_python, shown))
+        recorder.watch(torch.Tensor, "to", after=partial(moved, recorder))
         recorder.replace(torch.UntypedStorage, "resize_", self.resize_storage_instead())
         recorder.replace(torch.Tensor, "record_stream", self.record_stream_instead())
         _device_constructors()  # torch.device("meta") keeps those that its first use finds
         for name in FACTORIES:
             original = getattr(torch, name)
-            by = self.makes_host_values(original)
+            by = made_by_host(recorder, original)
             recorder.replace(torch, name, by)
             self.have_torchscript_know(by, original)
 
@@ -47,20 +49,19 @@ class BesideOperators:
             self.recorder.region_of(tensor).on_host = True
 
     def saved(self, value: object, *_: object, **__: object) -> None:
-        """Whoever saves on the main thread waits for its stream; another thread does not."""
-        self.read("torch.save", list(tensors_in(value)), self.recorder.this_thread().is_main)
+        self.read("torch.save", list(tensors_in(value)))
 
     def read_by_python(self, name: str, tensor: torch.Tensor, *_: object, **__: object) -> None:
         if type(tensor) in PLAIN and called_by_recipe(DISPATCHERS):
-            self.read(name, list(tensors_in(tensor)), waits=True)
+            self.read(name, list(tensors_in(tensor)))
 
-    def read(self, name: str, tensors: list[torch.Tensor], waits: bool) -> None:
+    def read(self, name: str, tensors: list[torch.Tensor]) -> None:
         """On the calling thread: host memory as it is by now, a device's after waiting."""
         recorder = self.recorder
         thread = recorder.this_thread()
         with recorder.lock:
-            if waits and not all(map(recorder.on_host, tensors)):
-                thread.learn(thread.current.clock)
+            if not all(map(recorder.is_read_by_host, tensors)):
+                thread.wait_for_current_stream()
             thread.launch(thread)
             for tensor in tensors:
                 recorder.access(name, tensor, False, thread, thread.line())
@@ -94,22 +95,6 @@ class BesideOperators:
                 recorder.region_of(tensor).used_by.add(stream.lane)
 
         return record_stream
-
-    def makes_host_values(self, factory: Callable) -> Callable:
-        """``factory``, whose tensor the host makes where no device is named."""
-        recorder = self.recorder
-
-        @wraps(factory)
-        def call(*args, **kwargs):
-            thread = recorder.this_thread()
-            before = thread.makes_host_values
-            thread.makes_host_values = kwargs.get("device") is None
-            try:
-                return factory(*args, **kwargs)
-            finally:
-                thread.makes_host_values = before
-
-        return call
 
     def have_torchscript_know(self, by: Callable, original: Callable) -> None:
         """A scripted function that names ``by`` gets the operator of ``original``."""

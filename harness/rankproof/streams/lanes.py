@@ -127,6 +127,9 @@ class HostThread(Stream):
         self.makes_host_values = False
         self.collective: Collective | None = None  # that it issues or waits for
         self.in_comm_hook = False
+        # What others had queued on the default stream when they gave it something.
+        self.queued: Clock = dict(getattr(thread, "order_queued", {}))
+        self.copies_in_turn = False  # blocking, and on the default stream: see ``stagers``
         self.heard: Clock = {}  # of futures that a library found done: told on, but not known
 
     def name_of(self, thread: threading.Thread | None) -> str:
@@ -136,6 +139,25 @@ class HostThread(Stream):
 
     def launch(self, host: "HostThread") -> None:
         self.clock[self.lane] += 1
+
+    def has_queued(self) -> Clock:
+        """What it knows to be queued on the default stream, complete or not."""
+        known = dict(self.queued)
+        if self.current is self.recorder.default_stream:
+            join(known, self.current.clock)
+        return known
+
+    def is_told_of(self, queued: Clock) -> None:
+        with self.recorder.lock:
+            join(self.queued, queued)
+
+    def wait_for_current_stream(self) -> None:
+        """As a device's memory is waited for that is copied or saved.
+
+        Another thread that has entered no stream waits for the default stream: for what was queued
+        there before it was told of it.
+        """
+        self.learn(self.queued if self.current is self else self.current.clock)
 
     def line(self) -> str:
         """The line that this thread runs: the script's, else torch's and who started the thread."""

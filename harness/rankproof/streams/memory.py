@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rankproof.streams.accesses import Access
+from rankproof.streams.accesses import Access, Range, bytes_in_common
 from rankproof.streams.lanes import Stream
 
 PAGE_BITS = 16  # storages are looked up by the pages of 64 KiB that they lie in
@@ -28,11 +28,38 @@ class Region:
         self.home: Stream | None = None  # where it was allocated: what is freed goes back there
         self.aliases: list[Region] = []
         self.on_host = False  # host memory on any machine
+        self.is_presumed = False  # to be host memory: it may turn out to be none
+        self.made_by_host = False  # by the script, and no device named: see ``places``
         self.used_by: set[int] = set()  # lanes that record_stream names: freed behind their work
 
     @property
     def nbytes(self) -> int:
         return self.end - self.start
+
+    @property
+    def may_be_host(self) -> bool:
+        return self.on_host or self.made_by_host
+
+    def is_host_after_all(self) -> None:
+        """What was done there so far the host did, and had done when it returned."""
+        self.on_host = True
+        self.is_presumed = True
+        self.made_by_host = False
+        self.accesses = []
+
+    def is_device_after_all(self) -> None:
+        """Unless it is the host's for certain."""
+        self.made_by_host = False
+        if self.is_presumed:
+            self.on_host = False
+            self.is_presumed = False
+
+    def arrives_in(self, ranges: tuple[Range, ...]) -> bool:
+        """Whether what was written there last was brought by a copy that need not wait."""
+        for access in reversed(self.accesses):
+            if access.writes and bytes_in_common(access.ranges, ranges):
+                return access.arrives
+        return False
 
     def alive(self) -> bool:
         storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)

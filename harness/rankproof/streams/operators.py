@@ -1,6 +1,7 @@
 """Operators: what each reads and writes, on which lane it runs, and whether its caller waits."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, wraps
 
 import torch
@@ -10,9 +11,10 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankproof.imports import called_by_recipe, frames
-from rankproof.streams.lanes import HostThread, Stream
+from rankproof.streams.lanes import Collective, HostThread, Stream
 from rankproof.streams.lines import DISPATCHERS
-from rankproof.streams.recorder import Recorder
+from rankproof.streams.places import copy_of, look_at
+from rankproof.streams.recorder import Recorder, is_seen
 
 NO_ACCESS = {"set_", "resize_", "resize_as_", "detach", "detach_", "is_pinned", "wait_tensor"}
 RESIZES = {torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default}
@@ -136,38 +138,86 @@ class OrderMode(TorchDispatchMode):
         host = recorder.this_thread()
         where = host.line()
         inputs = list(tensors_in([args, kwargs]))
+        copy = copy_of(name, args, kwargs)
+        waits = copy is not None and copy.waits
+        reads_value = name in HOST_WAITS and called_by_recipe(DISPATCHERS)
         with recorder.lock:
-            # Beside host memory, one of no dimensions (Adam's step count) is the host's as well.
-            on_host = [recorder.on_host(tensor) for tensor in inputs if tensor.dim() > 0]
-            touches_host = any(on_host)
-            touches_device = not all(on_host)
-            is_transfer = name == "copy_" and touches_host and touches_device
-            collective = host.collective
-            by_host = touches_host and not is_transfer and not collective
-            lane = lane_of(host, inputs, by_host)
-            if collective:
-                lane = collective.lane
-                name = collective.name
-                collective.blocks_host |= touches_host
-            if by_host and touches_device:
+            places = look_at(recorder, inputs, copy)
+            is_transfer = copy is not None and places.are_both
+            by_host = places.host and not is_transfer and not host.collective
+            if reads_value and inputs and all(map(recorder.is_read_by_host, inputs)):
+                by_host = True
+            elif by_host and places.device:
                 host.learn(host.current.clock)
+            if waits and host.copies_in_turn:
+                host.wait_for_current_stream()
+            lane = lane_of(host, inputs, by_host)
+            if host.collective:
+                lane = host.collective.lane
+                name = host.collective.name
+                host.collective.blocks_host |= places.host
             lane.launch(host)
-            touched = set()
-            for tensor, writes in touched_inputs(func, args, kwargs):
-                touched.add(tensor.untyped_storage()._cdata)
-                if not (by_host and tensor.dim() == 0):
-                    if collective and func.namespace == "c10d":
-                        writes = writes and not collective.only_reads
-                    recorder.access(name, tensor, writes, lane, where, collective)
-            for tensor in plain_tensors_in(result):
-                if tensor.untyped_storage()._cdata not in touched:
-                    recorder.allocated(tensor, lane)
-                    recorder.access(name, tensor, True, lane, where)
-                    if by_host:
-                        recorder.region_of(tensor).on_host = True
-            reads_value = name in HOST_WAITS and called_by_recipe(DISPATCHERS)
-            if reads_value or (is_blocking_copy(name, args, kwargs) and waits_for(touches_host)):
+            brings = copy is not None and not waits and not places.host
+            noted = Noted(name, lane, where, host.collective, by_host, is_copy=copy is not None)
+            touched = self.note_inputs(func, args, kwargs, noted, brings)
+            self.note_result(result, touched, noted, inputs, brings)
+            if reads_value or (waits and (copy.names_device or waits_for(is_transfer))):
                 host.learn(lane.clock)
+
+    def note_inputs(self, func, args, kwargs, noted: "Noted", brings: bool) -> set[int]:
+        """Note what the operator is given; returns the storages."""
+        recorder = self.recorder
+        touched = set()
+        for tensor, writes in touched_inputs(func, args, kwargs):
+            touched.add(tensor.untyped_storage()._cdata)
+            if noted.by_host and noted.is_hosts_value(recorder, tensor):
+                continue
+            if noted.collective and func.namespace == "c10d":
+                writes = writes and not noted.collective.only_reads
+            recorder.access(
+                noted.name,
+                tensor,
+                writes,
+                noted.lane,
+                noted.where,
+                noted.collective,
+                arrives=brings and writes,
+            )
+        return touched
+
+    def note_result(
+        self, result: object, touched: set[int], noted: "Noted", inputs: list, brings: bool
+    ) -> None:
+        """Note what is new of it."""
+        recorder = self.recorder
+        of_host = not noted.is_copy and recorder.may_all_be_host(inputs)
+        for tensor in plain_tensors_in(result):
+            if tensor.untyped_storage()._cdata in touched:
+                continue
+            recorder.allocated(tensor, noted.lane)
+            recorder.access(noted.name, tensor, True, noted.lane, noted.where, arrives=brings)
+            region = recorder.region_of(tensor)
+            region.on_host |= noted.by_host
+            region.made_by_host |= of_host
+
+
+@dataclass(frozen=True)
+class Noted:
+    """An operator as it is noted: which, where, and by whom."""
+
+    name: str
+    lane: Stream
+    where: str
+    collective: Collective | None
+    by_host: bool
+    is_copy: bool
+
+    def is_hosts_value(self, recorder: Recorder, tensor: torch.Tensor) -> bool:
+        """Whether the host, which runs this, has had ``tensor`` ready before."""
+        if tensor.dim() == 0:
+            return not recorder.is_read_by_host(tensor)
+        region = recorder.region_of(tensor) if is_seen(tensor) else None
+        return region is not None and region.made_by_host and not region.on_host
 
 
 def has_no_memory(types: tuple[type, ...]) -> bool:
@@ -205,14 +255,9 @@ def is_written(func, argument, values: dict[str, object]) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def is_blocking_copy(name: str, args: tuple, kwargs: dict) -> bool:
-    third = args[2] if len(args) > 2 else False
-    return name == "copy_" and not kwargs.get("non_blocking", third)
-
-
-def waits_for(touches_host: bool) -> bool:
+def waits_for(is_transfer: bool) -> bool:
     """Whether a thread waits for a blocking copy: for transfers, and in torch's staging code."""
-    return touches_host or any(is_staging(frame.f_code.co_filename) for frame in frames())
+    return is_transfer or any(is_staging(frame.f_code.co_filename) for frame in frames())
 
 
 @cache

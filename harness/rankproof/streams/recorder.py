@@ -100,6 +100,7 @@ class Recorder:
         on: Stream,
         where: str,
         collective: Collective | None = None,
+        arrives: bool = False,
     ) -> None:
         """Note that ``operator``, running on ``on`` now, reads or writes ``tensor``."""
         if not is_seen(tensor) or self.is_forked:
@@ -109,7 +110,7 @@ class Recorder:
             region = self.region_of(tensor)
             time = on.clock[on.lane]
             ranges = byte_ranges(tensor)
-            access = Access(operator, writes, where, on, time, ranges, collective)
+            access = Access(operator, writes, where, on, time, ranges, collective, arrives)
             self.touch(region, access)
 
     def touch(self, region: Region, access: Access) -> None:
@@ -152,6 +153,21 @@ class Recorder:
         """Whether ``tensor`` is in memory that the program mapped, or was computed there."""
         region = self.memory.regions.get(tensor.untyped_storage()._cdata)
         return region is not None and region.on_host and region.alive()
+
+    def may_all_be_host(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether there are some, and all were made by the host, as far as is known."""
+        seen = [tensor for tensor in tensors if tensor.dim() and is_seen(tensor)]
+        return bool(seen) and all(self.region_of(tensor).may_be_host for tensor in seen)
+
+    def is_read_by_host(self, tensor: torch.Tensor) -> bool:
+        """Whether Python reads ``tensor`` as it is by now: a device's it would wait for.
+
+        What a copy that need not wait has brought lies in host memory, whoever made that.
+        """
+        if not is_seen(tensor):
+            return False
+        region = self.region_of(tensor)
+        return region.on_host or region.arrives_in(byte_ranges(tensor))
 
     def allocated(self, tensor: torch.Tensor, on: Stream) -> None:
         """Note that the memory of ``tensor`` is new on ``on``: there it may be what was freed last.

@@ -1,7 +1,9 @@
 """Threads: what one knew when it gave something, whoever takes that will know.
 
 What is given carries the giver's clock in its ``order_clock``: a thread that starts, a future, a
-``threading.Event``, a ``threading.Barrier``. A ``queue.Queue`` has a clock for each item.
+``threading.Event``, a ``threading.Barrier``. A ``queue.Queue`` has a clock for each item. So it is
+with what the giver has queued on the default stream, in ``order_queued``: the taker waits for that
+where it copies or saves a device's memory in no stream of its own.
 """
 
 import concurrent.futures
@@ -15,6 +17,7 @@ from rankproof.imports import called_by_recipe
 from rankproof.streams.lanes import Clock, join
 from rankproof.streams.operators import OrderMode
 from rankproof.streams.recorder import Recorder
+from rankproof.streams.stagers import is_of_a_stager_in_turn
 
 GIVES = (
     (Future, "set_result"),
@@ -32,8 +35,12 @@ def clock_of(carrier: object) -> Clock:
     return getattr(carrier, "order_clock", {})
 
 
-def clocks_of_items(items: queue.Queue) -> list[tuple[int, Clock]]:
-    """The address of each item in a queue, and what its putter knew: the first one put first."""
+def queued_of(carrier: object) -> Clock:
+    return getattr(carrier, "order_queued", {})
+
+
+def clocks_of_items(items: queue.Queue) -> list[tuple[int, Clock, Clock]]:
+    """Of each item in a queue its address, and what its putter knew and had queued, in order."""
     return items.__dict__.setdefault("order_clocks", [])
 
 
@@ -69,11 +76,14 @@ class Handovers:
         with self.recorder.lock:
             clock = carrier.__dict__.setdefault("order_clock", {})
             join(clock, thread.clock)
+            join(carrier.__dict__.setdefault("order_queued", {}), thread.has_queued())
             if isinstance(carrier, Future):
                 join(clock, thread.heard)
 
     def take(self, _: object, carrier: object, *__: object, **___: object) -> None:
-        self.recorder.this_thread().learn(clock_of(carrier))
+        thread = self.recorder.this_thread()
+        thread.learn(clock_of(carrier))
+        thread.is_told_of(queued_of(carrier))
 
     def take_if_set(self, is_set: bool, event: threading.Event, *_: object, **__: object) -> None:
         if is_set:
@@ -89,7 +99,8 @@ class Handovers:
 
         @wraps(plain_put)
         def put(target, item, *args, **kwargs):
-            known = (id(item), dict(recorder.this_thread().clock))
+            thread = recorder.this_thread()
+            known = (id(item), dict(thread.clock), thread.has_queued())
             with recorder.lock:
                 clocks_of_items(target).append(known)
             try:
@@ -114,6 +125,7 @@ class Handovers:
                     if known[0] == id(item):
                         clocks_of_items(source).remove(known)
                         recorder.this_thread().learn(known[1])
+                        recorder.this_thread().is_told_of(known[2])
                         break
             return item
 
@@ -172,12 +184,15 @@ class Handovers:
         def submit(pool, fn, /, *args, **kwargs):
             submitter = recorder.this_thread()
             clock = dict(submitter.clock)
+            queued = submitter.has_queued()
             line = submitter.line()
 
             def work(*args, **kwargs):
                 worker = recorder.this_thread()
                 worker.learn(clock)
+                worker.is_told_of(queued)
                 worker.origin = line
+                worker.copies_in_turn = is_of_a_stager_in_turn(fn)
                 return fn(*args, **kwargs)
 
             return plain_submit(pool, work, *args, **kwargs)
