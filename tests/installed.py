@@ -117,9 +117,12 @@ def main(pip_options: list[str]) -> None:
         wheel = build_wheel(root)
         call(sys.executable, "-m", "venv", root / "bare", cwd=root)
         bin = root / "bare" / "bin"
-        wanted = (f"{wheel}[pages,tests]", "numpy", *pip_options)
-        call(bin / "python", "-m", "pip", "install", "-q", *wanted, cwd=root)
+        install = (bin / "python", "-m", "pip", "install", "-q")
+        call(*install, f"{wheel}[pages,tests]", cwd=root)
         write(root / "scripts", SCRIPTS)
+        told = call(bin / "rankproof", "run", "scripts", cwd=root, status=2)
+        assert "there is none here: pip install torch" in told
+        call(*install, "torch", "numpy", *pip_options, cwd=root)
         write(root / "gallery", GALLERY)
 
         assert "rankproof 0." in call(bin / "rankproof", "--version", cwd=root)

@@ -4,15 +4,15 @@ Exit status: 0 passed, or nothing to judge; 1 judged bad; 2 not judged, or a bad
 """
 
 import argparse
-import json
 import signal
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 from rankproof import __version__
+from rankproof.outputs import annotations, as_json, as_text, junit, status_of
 from rankproof.recipe import (
     GATES,
+    Control,
     Recipe,
     RecipeError,
     Settings,
@@ -40,36 +40,55 @@ def judge(options: argparse.Namespace) -> int:
     is_folder = options.path is not None and options.path.is_dir()
     scripts = scripts_of(options, settings)
     control = scripts[0].control(options.control) if options.control else None
-    ranks = settings.ranks if is_folder else [scripts[0].page_ranks]
-    counts = options.ranks or ([control.ranks] if control else ranks)
-    refuse_outputs(options, runs=len(scripts) * len(counts))
+    runs = []
+    for script in scripts:
+        counts = options.ranks or ([control.ranks] if control else settings.ranks_of(script))
+        runs += [(script, count) for count in counts]
+    refuse_outputs(options, runs=len(runs))
     if is_folder:
         for file, why in why_skipped(options.path, settings).items():
             say(options, f"skips {file}: {why}")
     reports = []
-    for script in scripts:
-        for count in counts:
-            if is_folder:
-                say(options, f"runs {script.path} on {count} rank{'s' * (count > 1)}")
-            report = run(
-                Path.cwd() if options.module else script.path,
-                count,
-                module=options.module,
-                launcher=options.launcher,
-                control=control,
-                gate=options.gate,
-                order=options.order or script.order,
-                deadline_s=options.deadline or (control or script).deadline_s,
-                args=tuple(options.args) or script.args,
-                keep=options.keep,
-                through=tuple(options.allow),
-                cwd=options.cwd,
-                off=tuple(options.off) or script.off,
-            )
-            reports.append(report)
-    status = tell(reports, options, outputs=not is_folder)
+    for script, count in runs:
+        if is_folder:
+            say(options, f"runs {script.path} on {count} rank{'s' * (count > 1)}")
+        report = judge_one(script, count, control, options)
+        reports.append(report)
+        if not options.json:
+            print(as_text(report, shows_outputs=not is_folder), flush=True)
+        for line in annotations(report):
+            say(options, line)
+    if options.json:
+        print(as_json(reports))
+    if options.junit:
+        options.junit.write_text(junit(reports), encoding="utf-8")
     if control is None:
-        return status
+        return status_of(reports)
+    return tell_of_control(control, reports, options)
+
+
+def judge_one(
+    script: Recipe, ranks: int, control: Control | None, options: argparse.Namespace
+) -> Report:
+    return run(
+        Path.cwd() if options.module else script.path,
+        ranks,
+        module=options.module,
+        launcher=options.launcher,
+        control=control,
+        gate=options.gate,
+        order=options.order or script.order,
+        deadline_s=options.deadline or (control or script).deadline_s,
+        args=tuple(options.args) or script.args,
+        keep=options.keep,
+        through=tuple(options.allow),
+        cwd=options.cwd,
+        off=tuple(options.off) or script.off,
+    )
+
+
+def tell_of_control(control: Control, reports: list[Report], options: argparse.Namespace) -> int:
+    """Say whether a control was caught, which is what counts then."""
     missed = [why for report in reports if (why := control.missed(report.failures))]
     verdict = f"NOT caught: {missed[0]}; expected {control.expected}" if missed else "caught"
     say(options, f"control '{control.name}': {verdict}")
@@ -96,36 +115,6 @@ def end_by_signal(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
-def tell(reports: list[Report], options: argparse.Namespace, outputs: bool) -> int:
-    """Print the reports, with what ranks printed, write what was asked for, return the status."""
-    if options.json:
-        print(json.dumps([r.to_dict() | {"verdict": r.verdict} for r in reports], indent=1))
-    else:
-        for report in reports:
-            print(report.describe())
-            shown = report.outputs if outputs and not report.failures else []
-            for rank, output in enumerate(shown):
-                print(f"--- rank {rank}\n{output.rstrip()}")
-    if options.junit:
-        options.junit.write_text(junit(reports), encoding="utf-8")
-    codes = {report.exit_code for report in reports}
-    return 1 if 1 in codes else max(codes)
-
-
-def junit(reports: list[Report]) -> str:
-    """The reports as JUnit's XML: what failed is a failure, what was not judged is skipped."""
-    suite = ElementTree.Element("testsuite", name="rankproof", tests=str(len(reports)))
-    for report in reports:
-        name = f"{report.recipe}-{report.ranks}"
-        case = ElementTree.SubElement(suite, "testcase", classname=report.path, name=name)
-        case.set("time", f"{report.seconds:.1f}")
-        said = "; ".join(report.unjudged) or "; ".join(f.text for f in report.failures)
-        if report.verdict != "passed":
-            kind = "failure" if report.failures else "skipped"
-            ElementTree.SubElement(case, kind, message=said).text = report.describe()
-    return ElementTree.tostring(suite, encoding="unicode")
-
-
 def world_sizes(text: str) -> list[int]:
     sizes = [int(part) for part in text.split(",")]
     if min(sizes) < 1:
@@ -146,11 +135,16 @@ def main() -> int:
     )
     one.add_argument("path", type=Path, nargs="?", help="a script or a folder")
     one.add_argument("-m", dest="module", help="a module, from here, in place of a path")
-    one.add_argument("--ranks", type=world_sizes, metavar="N,N", help="default: 2; folder: as set")
+    one.add_argument(
+        "--ranks",
+        type=world_sizes,
+        metavar="N,N",
+        help="default: as set, or 2; and as the script says that it is started",
+    )
     one.add_argument("--control", help="the name of a control in the recipe's controls file")
     one.add_argument("--gate", help=f"hold a background step: {', '.join(GATES)}, FILE.py:FUNCTION")
     one.add_argument("--order", action="store_true", help="record stream order (CPU)")
-    starts = "auto: python if the script starts its ranks itself, else torchrun; warm: forks them"
+    starts = "auto: python if the script starts its ranks itself, else warm, which forks them"
     one.add_argument("--launcher", choices=LAUNCHERS, default="auto", help=starts)
     one.add_argument("--deadline", type=float, metavar="SECONDS", help="from the first line on")
     one.add_argument("--keep", type=Path, help="keep the files of one run here (a new directory)")

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(
     try:
         scripts = find_recipes(root, settings)
         text = config.getoption("--rankproof-ranks")
-        ranks = [int(part) for part in text.split(",")] if text else settings.ranks
+        given = [int(part) for part in text.split(",")] if text else None
     except (RecipeError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
     launcher = config.getoption("--rankproof-launcher")
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(
             judge=partial(judge, script.path, n, gate=gate, args=script.args, off=script.off),
         )
         for script in scripts
-        for n in ranks
+        for n in given or settings.ranks_of(script)
         for gate in ([None, "hold_write"] if script.saves else [None])
     ]
 

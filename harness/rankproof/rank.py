@@ -136,11 +136,8 @@ class RunningRank:
         self.write_last()
 
     def at_last(self) -> None:
-        if self.is_forked:
-            return
-        self.write_last()
-        if self.spec.launcher == "warm":  # what it was forked from need not be taken down
-            os._exit(not self.record.finished)
+        if not self.is_forked:
+            self.write_last()
 
     def write_last(self) -> None:
         """The record as it is at the process's end."""

@@ -39,6 +39,9 @@ SLIPS = re.compile(
     r"\b(NameError|UnboundLocalError|SyntaxError|IndentationError|AttributeError|ImportError"
     r"|ModuleNotFoundError)\b"
 )
+ASKS_FOR_RANKS = re.compile(r"--nproc[-_]per[-_]node[= ]+(\d+)")
+MOST_ASKED = 8  # ranks: more are left to --ranks
+BESIDE_SCRIPTS = ("README*", "Makefile", "*.sh")
 DEFINING = (*DOCUMENTED, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
 
 
@@ -195,6 +198,14 @@ class Settings:
             if below or (file.is_file() and "script" in _toml(file)):
                 controls = self.root / self.controls
         return load_recipe(path, controls, self.deadline_s)
+
+    def ranks_of(self, recipe: "Recipe") -> list[int]:
+        """The numbers of ranks that a script is judged on: as set, and as it says it is started.
+
+        The script's own affair, and one run, where it starts its ranks itself.
+        """
+        ranks = set(self.ranks) if self.ranks != (2,) else {recipe.page_ranks}
+        return sorted(ranks | asked_ranks(recipe.path))
 
     @property
     def import_folders(self) -> tuple[Path, ...]:
@@ -412,6 +423,22 @@ def load_module(name: str, folder: Path) -> Recipe:
         off=project.off,
         module=f"{name}.__main__" if main else name,
     )
+
+
+def asked_ranks(script: Path) -> set[int]:
+    """The numbers of ranks in the commands that start a script, in its text and beside it.
+
+    Beside it: in a README, a Makefile or a shell script of its folder, in lines that name it.
+    """
+    texts = [read(script)]
+    for pattern in BESIDE_SCRIPTS:
+        for file in script.parent.glob(pattern):
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            texts += [line for line in lines if script.name in line]
+    asked = set()
+    for text in texts:
+        asked |= {int(number) for number in ASKS_FOR_RANKS.findall(text)}
+    return {number for number in asked if 1 <= number <= MOST_ASKED}
 
 
 def package_of(path: Path) -> tuple[Path, str]:

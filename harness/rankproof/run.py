@@ -8,6 +8,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from rankproof.errors import summary
@@ -43,6 +44,10 @@ OPTIONAL = (  # kinds that a project may turn off: its habits, no lost work
     "left_thread",
     "wrote_elsewhere",
 )
+NO_TORCH = (
+    "rankproof judges with your torch, and there is none here: pip install torch, for a CPU with "
+    "--index-url https://download.pytorch.org/whl/cpu"
+)
 LAUNCHERS = ("auto", "torchrun", "warm", "python")
 
 
@@ -53,7 +58,7 @@ class Options:
     Args:
         launcher: ``"torchrun"`` for the real thing, ``"warm"`` to fork from a process that has
             imported torch, ``"python"`` for a script that starts its ranks itself (their number is
-            then its own affair), ``"auto"`` for python or torchrun, as the script needs it.
+            then its own affair), ``"auto"`` for python or warm, as the script needs it.
         control: run it with this edit, its gate and its deadline.
         gate: hold a background step, see :mod:`rankproof.gates`.
         order: record stream order on CPU, see :mod:`rankproof.streams`.
@@ -127,6 +132,8 @@ def run(path: Path | str, ranks: int, **options) -> Report:
     chosen.refuse()
     if ranks < 1:
         raise RecipeError(f"{ranks} ranks: pass a number of 1 or more")
+    if find_spec("torch") is None:
+        raise RecipeError(NO_TORCH)
     if sys.platform != "linux":
         raise RecipeError("ranks are judged on Linux only: it needs subreapers and /proc")
     return _Run(recipe, ranks, chosen).report_on()
@@ -150,7 +157,7 @@ class _Run:
         self.sets_rendezvous = sets_rendezvous
         self.launcher = options.launcher
         if self.launcher == "auto":
-            self.launcher = "python" if starts else "torchrun"
+            self.launcher = "python" if starts else "warm"
 
     def report_on(self) -> Report:
         """Run it, judge it, leave nothing."""

@@ -56,8 +56,14 @@ def _fork_ranks(spec: Spec) -> dict[int, int]:
             "LOCAL_WORLD_SIZE": str(spec.ranks),
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": port,
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(number),
+            "ROLE_WORLD_SIZE": str(spec.ranks),
+            "GROUP_WORLD_SIZE": "1",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "warm",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
         }
         rank.run(spec)
     global store  # which serves until this process ends

@@ -15,7 +15,7 @@ from selection import REPO
 from written_recipes import CONTROL, write
 
 from rankproof.__main__ import main
-from rankproof.recipe import RecipeError, is_helper, load_recipe
+from rankproof.recipe import RecipeError, Settings, is_helper, load_recipe
 from rankproof.report import Report, reproduce
 from rankproof.run import run
 
@@ -334,16 +334,20 @@ def test_a_folder_is_judged_as_its_settings_say(tmp_path, monkeypatch, capsys) -
     assert "train_slow.py: excluded by *_slow.py" in said
     assert "train_helper.py: it only defines functions, classes and constants" in said
     assert re.search(r"runs .*train_small.py on 1 rank\n", said)
-    cases = {
-        case.get("name"): [c.tag for c in case] for case in ElementTree.parse(report).getroot()
-    }
-    assert cases == {"train_small-1": [], "train_two-1": ["skipped"]}
+    (suite,) = ElementTree.parse(report).getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("2", "0", "1")
+    assert float(suite.get("time")) > 0 and suite.get("timestamp")
+    cases = {case.get("name"): [c.tag for c in case] for case in suite}
+    assert cases == {"train_small.py on 1 rank": [], "train_two.py on 1 rank": ["skipped"]}
 
     write(tmp_path, "train_wrong.py", "raise ValueError('the loss is not finite')\n")
     assert command(monkeypatch, *run_it, "--junit", report) == 1
     assert "train_wrong on 1 rank: FAILED" in capsys.readouterr().out
-    failure = ElementTree.parse(report).find(".//testcase[@name='train_wrong-1']/failure")
+    failure = ElementTree.parse(report).find(
+        ".//testcase[@name='train_wrong.py on 1 rank']/failure"
+    )
     assert failure.get("message") == "ValueError: the loss is not finite"
+    assert failure.get("type") == "raised"
 
 
 @pytest.mark.parametrize(
@@ -390,3 +394,86 @@ def test_with_order_accesses_on_no_stream_are_nothing_to_judge(tmp_path) -> None
     report = run(script, 1, launcher="warm", order=True)
     assert report.judged["accesses"] > 0
     assert report.describe().startswith("adds on 1 rank: ran; nothing to judge")
+
+
+HANGS_ON_THREE = """
+    # torchrun --nproc-per-node=3 hangs.py
+    import os, threading
+
+    if os.environ["WORLD_SIZE"] == "3":
+        threading.Event().wait()
+"""
+
+
+def test_a_script_is_judged_on_the_ranks_that_it_says_it_is_started_on(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    """On two alone, it passes."""
+    script = write(tmp_path, "hangs.py", HANGS_ON_THREE)
+    run_it = ("run", script, "--deadline", 3)
+    assert command(monkeypatch, *run_it) == 1
+    told = capsys.readouterr().out
+    assert "hangs on 2 ranks: ran" in told and "hangs on 3 ranks: FAILED" in told
+    assert command(monkeypatch, *run_it, "--ranks", "2,1") == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "ranks"),
+    [
+        ({}, [2]),
+        ({"rankproof.toml": "ranks = [3]"}, [3]),
+        ({"rankproof.toml": "ranks = [1, 2]"}, [1, 2]),
+        ({"train.py": "# torchrun --nproc_per_node 4 train.py"}, [2, 4]),
+        ({"train.py": "# torchrun --nproc-per-node=64 train.py"}, [2]),
+        ({"README.md": "torchrun --nproc-per-node=3 train.py"}, [2, 3]),
+        ({"README.md": "torchrun --nproc-per-node=3 other.py"}, [2]),
+        (
+            {"rankproof.toml": "ranks = [1]", "run.sh": "torchrun --nproc-per-node 3 train.py"},
+            [1, 3],
+        ),
+    ],
+)
+def test_the_numbers_of_ranks_that_a_script_or_its_folder_asks_for(
+    tmp_path, files: dict, ranks: list
+) -> None:
+    for name, text in ({"train.py": "print()"} | files).items():
+        write(tmp_path, name, f"{text}\n")
+    settings = Settings.of(tmp_path)
+    assert settings.ranks_of(settings.load(tmp_path / "train.py")) == ranks
+
+
+def test_github_gets_each_failure_at_its_line(tmp_path, monkeypatch, capsys) -> None:
+    text = """
+        def loss():
+            raise ValueError("the loss, of step 1: 100% wrong")
+
+        loss()
+    """
+    script = write(tmp_path, "train.py", text)
+    monkeypatch.chdir(tmp_path)
+    run_it = ("run", script, "--ranks", 1, "--launcher", "warm")
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    command(monkeypatch, *run_it)
+    assert "::error" not in capsys.readouterr().out
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    command(monkeypatch, *run_it)
+    line = 1 + script.read_text().splitlines().index(
+        '    raise ValueError("the loss, of step 1: 100% wrong")'
+    )
+    wanted = f"::error file=train.py,line={line},title=raised on 1 rank::ValueError: the loss, of "
+    assert wanted + "step 1: 100%25 wrong" in capsys.readouterr().out
+
+
+def test_xml_is_valid_whatever_a_rank_prints(tmp_path, monkeypatch, capsys) -> None:
+    script = write(tmp_path, "prints.py", "print(chr(27) + '[31mred' + chr(0))\n")
+    report = tmp_path / "report.xml"
+    run_it = ("run", script, "--ranks", 1, "--launcher", "warm", "--junit", report)
+    assert command(monkeypatch, *run_it) == 0
+    assert "[31mred" in ElementTree.parse(report).find(".//system-out").text
+
+
+def test_without_torch_it_says_which_to_install(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("rankproof.run.find_spec", lambda name: None)
+    script = write(tmp_path, "prints.py", "print()\n")
+    assert command(monkeypatch, "run", script) == 2
+    assert "pip install torch, for a CPU with --index-url https://" in capsys.readouterr().err

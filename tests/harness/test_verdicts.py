@@ -133,6 +133,7 @@ BAD = {
     "atexit_hangs": bad("hung", "after the script's last line", deadline_s=4),
     "atexit_raises": bad("raised", "OSError: the last log was not written .in a callback of atexi"),
     "atexit_crashes": bad("killed", "ended by SIGABRT, after the script's last line"),
+    "crashes_behind_the_interpreter": bad("killed", "SIGABRT, after the script's last line"),
     "atexit_exits": bad("missing_record", "ended with exit code 3, after the script's last line"),
     "writes_tmp_from_cpp": bad("wrote_elsewhere", "/tmp/rankproof-cpp.bin"),
     "writes_shared_memory": bad("wrote_elsewhere", "/dev/shm/rankproof-left"),
