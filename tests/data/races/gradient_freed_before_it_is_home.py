@@ -1,8 +1,8 @@
 """Sharded gradients go home on another stream than the one that their memory comes from.
 
 After pytorch/pytorch#180665 (HSDP with CPUOffloadPolicy): the reduced gradient is allocated on the
-stream of the reduce-scatter, its copy to the host runs on that of the all-reduce. Once no name holds
-it, the next reduce-scatter may get its memory. ``--cured`` keeps it until the copy has run.
+stream of the reduce-scatter, its copy to the host runs on that of the all-reduce. Once no name
+holds it, the next reduce-scatter may get its memory. ``--cured`` keeps it until the copy has run.
 """
 
 import sys

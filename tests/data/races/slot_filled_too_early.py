@@ -1,4 +1,4 @@
-"""Batches go to the device through two host buffers. ``--cured`` waits before it fills one again."""
+"""Batches go to the device by two host buffers. ``--cured`` waits before it fills one again."""
 
 import sys
 
