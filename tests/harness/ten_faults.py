@@ -46,7 +46,8 @@ SCRIPT = "SCRIPT_OF_THE_TEST"
 
 
 def by_rankproof(script: Path) -> str:
-    from harness.run import run
+    import harness  # noqa: F401 (puts rankproof on the path)
+    from rankproof.run import run
 
     order = script.stem in WITH_ORDER
     report = run(script, 2, launcher="warm", order=order, deadline_s=PATIENCE_S)
@@ -91,6 +92,19 @@ def by_accelerate() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command.append(os.environ[SCRIPT])
     execute_subprocess_async(command, env=os.environ, timeout=PATIENCE_S)
+
+
+def by_local_tensors() -> None:
+    """One process, whose tensors stand for those of two ranks, with a group that sends nothing."""
+    import torch.distributed as dist
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    join = dist.init_process_group
+    settings = {"backend": "fake", "store": FakeStore(), "rank": 0, "world_size": 2}
+    dist.init_process_group = lambda *_, **__: join(**settings)
+    with LocalTensorMode(2):
+        runpy.run_path(os.environ[SCRIPT], run_name="__main__")
 
 
 def in_a_process(way: str, script: Path) -> str:
@@ -142,31 +156,35 @@ def first_error(text: str) -> str:
 WAYS = {
     "rankproof": by_rankproof,
     "MultiProcessTestCase": lambda script: in_a_process("test", script),
+    "LocalTensorMode": lambda script: in_a_process("local", script),
     "accelerate": lambda script: in_a_process("accelerate", script),
 }
+OWN = {"accelerate": by_accelerate, "local": by_local_tensors}  # ways that are no test of unittest
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=FAULTS)
-    only = parser.parse_args().only
-    if importlib.util.find_spec("expecttest") is None:
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    options = parser.parse_args()
+    if "MultiProcessTestCase" in options.ways and importlib.util.find_spec("expecttest") is None:
         sys.exit("torch's MultiProcessTestCase needs it: pip install expecttest")
-    for name in only:
-        for way, judge in WAYS.items():
+    for name in options.only:
+        for way in options.ways:
             started = time.monotonic()
-            said = judge(BAD / f"{name}.py")
+            said = WAYS[way](BAD / f"{name}.py")
             seconds = time.monotonic() - started
             print(f"{name:24} {way:22} {seconds:6.1f} s  {said[:150]}", flush=True)
 
 
-if SCRIPT in os.environ and sys.argv[1:] != ["--as", "accelerate"]:
+HOW = sys.argv[2] if sys.argv[1:2] == ["--as"] else ""
+if SCRIPT in os.environ and HOW not in OWN:
     as_a_test()
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--as", "test"]:
+    if HOW == "test":
         unittest.main(argv=[sys.argv[0]])
-    elif sys.argv[1:] == ["--as", "accelerate"]:
-        by_accelerate()
+    elif HOW in OWN:
+        OWN[HOW]()
     else:
         main()
