@@ -22,7 +22,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import nested_parse_with_titles
 
-from harness.recipe import Recipe, discover
+from rankproof.recipe import Recipe, discover
 
 SOURCE = Path(__file__).parent.parent / "recipes_source"
 FOLDER = SOURCE.parent / "_templates"

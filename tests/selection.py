@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from harness.recipe import Recipe, RecipeError, discover
+from rankproof.recipe import Recipe, RecipeError, discover
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPES = REPO / "recipes_source"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.run import Report, run
+from rankproof.run import Report, run
 
 CASES = Path(__file__).parent / "cases"
 DEADLINE_S = 60.0

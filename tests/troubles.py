@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.run import Report, run
+from rankproof.run import Report, run
 
 
 def survives(script: str, trouble: str, ranks: int = 1) -> Report:

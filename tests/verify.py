@@ -25,10 +25,11 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+import harness  # noqa: E402, F401 (puts rankproof on the path)
 from benchmarks.code_versions import code_of_today  # noqa: E402
 from benchmarks.measuring import machine_label  # noqa: E402
-from harness.recipe import Recipe, RecipeError, discover  # noqa: E402
-from harness.run import run  # noqa: E402
+from rankproof.recipe import Recipe, RecipeError, discover  # noqa: E402
+from rankproof.run import run  # noqa: E402
 
 WORLD_SIZES = (1, 2, 4)
 ON_DEVICE = frozenset({"raised", "checkpoint_wrong"})  # how a missing order shows in real streams

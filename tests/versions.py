@@ -18,9 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import harness  # noqa: E402, F401 (puts rankproof on the path)
 from benchmarks.code_versions import code_of_today  # noqa: E402
-from harness.recipe import Recipe, discover  # noqa: E402
-from harness.run import run  # noqa: E402
+from rankproof.recipe import Recipe, discover  # noqa: E402
+from rankproof.run import run  # noqa: E402
 
 RECORD = ROOT / "guide" / "versions.json"
 RANKS = 2

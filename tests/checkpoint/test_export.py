@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.nn.parallel import DistributedDataParallel
 from wrapped_tensors import Wrapper
 
-from harness.run import run
+from rankproof.run import run
 
 pytest.importorskip("safetensors")
 sys.path.insert(0, str(REPO / "recipes_source" / "checkpoint"))

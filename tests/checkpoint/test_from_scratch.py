@@ -9,7 +9,7 @@ import pytest
 import torch
 from troubles import survives
 
-from harness.run import run
+from rankproof.run import run
 
 ROOT = Path(__file__).parents[2]
 FILES = [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.run import run
+from rankproof.run import run
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = sorted((DATA / "golden").iterdir())

@@ -8,8 +8,8 @@ import torch
 from selection import REPO
 from torch import nn
 
-from harness.run import run
 from overlap_recipes.checkpoint.hub_folder import load_folder
+from rankproof.run import run
 
 SCRIPT = REPO / "tests" / "data" / "load_hub_folder.py"
 INDEX = "model.safetensors.index.json"

@@ -19,7 +19,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 from troubles import survives
 
-from harness.run import run as run_ranks
 from overlap_recipes.checkpoint import (
     CheckpointManager,
     DamagedCheckpoint,
@@ -29,6 +28,7 @@ from overlap_recipes.checkpoint import (
 )
 from overlap_recipes.checkpoint.names import name_of, step_of, steps_left_out
 from overlap_recipes.checkpoint.state.trained import Trained
+from rankproof.run import run as run_ranks
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from selection import REPO, with_library
 
-from harness.run import run
 from overlap_recipes.checkpoint.preemption import Preemption
+from rankproof.run import run
 
 DATA = REPO / "tests" / "data"
 

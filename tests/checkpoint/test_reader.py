@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.testing._internal.two_tensor import TwoTensor
 
-from harness.run import run
 from overlap_recipes.checkpoint import (
     DamagedCheckpoint,
     DurableSaves,
@@ -31,6 +30,7 @@ from overlap_recipes.checkpoint import (
 )
 from overlap_recipes.checkpoint.digests import BLOCK, read_manifest
 from overlap_recipes.checkpoint.restart import choose, load_newest
+from rankproof.run import run
 
 DATA = Path(__file__).parents[1] / "data"
 STOCK = sorted((DATA / "golden_stock").iterdir())

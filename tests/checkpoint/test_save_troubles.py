@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from troubles import survives
 
-from harness.run import run
+from rankproof.run import run
 
 SCRIPT = Path(__file__).parents[1] / "data" / "save_troubles.py"
 

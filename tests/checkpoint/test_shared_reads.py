@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from harness.run import run
 from overlap_recipes.checkpoint import shared_reads
 from overlap_recipes.checkpoint.shared_reads import Bundle, Sent, SharedReads
+from rankproof.run import run
 
 DATA = Path(__file__).parents[1] / "data"
 MIB = 1 << 20

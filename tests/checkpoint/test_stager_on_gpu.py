@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from selection import edited_module
 
-from harness.recipe import load_recipe
 from overlap_recipes.checkpoint import copies, saves
+from rankproof.recipe import load_recipe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

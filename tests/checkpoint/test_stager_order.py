@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.run import run
+from rankproof.run import run
 
 SCRIPT = Path(__file__).parents[1] / "data" / "stager_order.py"
 SNAPSHOTS = SCRIPT.with_name("snapshots_in_a_row.py")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.run import run
+from rankproof.run import run
 
 SCRIPT = Path(__file__).parents[1] / "stress_saves.py"
 

@@ -24,7 +24,7 @@ def load(name: str, control: str | None = None):
 
     It is imported anew with all that it imports of this project: the edit may be in any of it.
     """
-    from harness.recipe import load_recipe
+    from rankproof.recipe import load_recipe
 
     recipe = load_recipe(script(name), CONTROLS)
     file = recipe.path

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.run import run
+from rankproof.run import run
 
 DATA = Path(__file__).parents[1] / "data"
 sys.path.insert(0, str(DATA))

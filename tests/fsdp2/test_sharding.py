@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.run import Report, run
+from rankproof.run import Report, run
 
 ROOT = Path(__file__).parents[2]
 TRAINING = ROOT / "tests" / "data" / "sharded_training.py"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.run import run
+from rankproof.run import run
 
 TRAINING = Path(__file__).parents[1] / "data" / "in_place_training.py"
 

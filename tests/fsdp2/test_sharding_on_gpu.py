@@ -86,7 +86,7 @@ def test_gathers_on_the_compute_stream_are_found_out(found):
 
 
 def test_every_edit_still_fits_its_recipe():
-    from harness.recipe import load_recipe
+    from rankproof.recipe import load_recipe
 
     edits = {(race.recipe, race.control) for race in RACES + IN_PLACE}
     edits.add(("stream_context", BROKEN.control))

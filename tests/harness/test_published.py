@@ -6,7 +6,7 @@ import sys
 import pytest
 from selection import RECIPES, REPO
 
-from harness.run import run
+from rankproof.run import run
 
 PUBLISHED = REPO / "tests" / "data" / "published"
 CROSSED = f"{REPO / 'tests' / 'data' / 'crossed.py'}:cross"

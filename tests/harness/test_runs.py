@@ -147,7 +147,7 @@ def test_the_ranks_die_with_the_process_that_runs_them_and_nothing_is_left(tmp_p
             """,
         )
         code = (
-            f"from harness.run import run; "
+            "import harness; from rankproof.run import run; "
             f"run({str(recipe)!r}, 2, launcher={launcher!r}, through=[{str(pids)!r}])"
         )
         env = os.environ | {"TMPDIR": str(tmp)}

@@ -19,7 +19,8 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from harness.run import Report, run  # noqa: E402
+import harness  # noqa: E402, F401 (puts rankproof on the path)
+from rankproof.run import Report, run  # noqa: E402
 
 DATA = REPO / "tests" / "data"
 EXIT = {"passed": 0, "failed": 1, "not judged": 2}

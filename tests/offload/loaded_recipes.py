@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from harness.recipe import load_recipe
+from rankproof.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes_source" / "offload"

@@ -13,7 +13,7 @@ from activations import NBYTES, ROWS, WIDTH, activation, chain, offloading
 from loaded_recipes import ROOT
 from torch import nn
 
-from harness.run import run
+from rankproof.run import run
 
 
 def test_a_storage_is_copied_once_whatever_views_of_it_are_saved(recipe):

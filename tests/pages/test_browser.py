@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from searches import SEARCHES
 from small_site import ROOT
 
-from harness.recipe import discover
+from rankproof.recipe import discover
 
 pytestmark = pytest.mark.browser
 

@@ -17,7 +17,7 @@ from small_site import ROOT
 
 import overlap_recipes
 from guide import reproducers, used_names
-from harness.recipe import discover
+from rankproof.recipe import discover
 
 sys.path.insert(0, str(ROOT / "tests"))
 from check_links import broken_links

@@ -11,8 +11,8 @@ import pytest
 from selection import CONTROLS, REPO
 from troubles import survives
 
-from harness.recipe import Control, load_recipe
-from harness.run import run
+from rankproof.recipe import Control, load_recipe
+from rankproof.run import run
 
 PINNED = REPO / "tests" / "data" / "torchtitan_pinned.py"
 
