@@ -20,7 +20,7 @@ The model, which is that of a CUDA program:
   with a GPU such threads (staging, upload) work in host memory or on a stream of their own, and
   never in order with the default stream. ``current_stream()`` gives that lane, so a thread can
   make itself wait for an event. ``DefaultStager``'s thread, which has a stream of its own only
-  where there is an accelerator, is judged here as it behaves there.
+  where there is an accelerator, is judged here as it behaves there, if the script has one.
 * Threads know what their starter, the submitter of their work item, a future, a ``threading.Event``
   or a ``threading.Barrier`` they waited for knew, and who put the item that they get from a
   ``queue.Queue``. ``Queue.join()`` teaches what those knew who called ``task_done()``.
@@ -29,14 +29,19 @@ The model, which is that of a CUDA program:
   nothing here: a program that relies on them alone may be blamed wrongly.
 * A forked process is not recorded.
 * ``os.pwritev`` reads the memory of its buffers as it is by then, whichever tensors lie there.
-* What ``torch.frombuffer`` maps is *host memory*, as page-locked memory is on any machine, and so
-  is what is computed from it. An operator that touches host memory runs in its thread's own lane
-  and is complete when it returns; a device's tensor in it came by ``.cpu()``, which waits for the
-  current stream. ``copy_`` between host memory and other memory is a transfer: it is queued on the
-  current stream, and the thread waits for it unless it is ``non_blocking``.
-* Any other copy to the host cannot be told from one on the device and is queued like an operator,
-  but those of the staging code of ``torch.distributed`` with ``non_blocking=False``: the thread
-  waits for them.
+* *Host memory* is what ``torch.frombuffer`` maps, what is made with ``pin_memory``, what the script
+  makes without a ``device`` once a copy that need not wait goes between it and other memory, and
+  what is computed from it: see ``places``. An operator that touches host memory runs in its
+  thread's own lane and is complete when it returns; a device's tensor in it came by ``.cpu()``,
+  which waits for the current stream. ``copy_`` between host memory and other memory is a transfer:
+  it is queued on the current stream, and the thread waits for it unless it is ``non_blocking``.
+* ``.to(device)`` that copies is complete when it returns, unless it is ``non_blocking``. So is a
+  ``copy_`` of the staging code of ``torch.distributed``. Any other ``copy_`` cannot be told from one
+  on the device and is queued like an operator.
+* What a ``non_blocking`` copy has brought is host memory to Python, ``torch.save`` and NumPy, whoever
+  made it: they read it as it is. What else they read they wait for, on the current stream; a thread
+  in no stream of its own waits for what was queued on the default stream before it was told to.
+* ``DefaultStager``'s thread, where it copies without ``non_blocking``, waits like that: ``stagers``.
 * A collective begins after what was launched on the current stream, and runs on a lane of its own
   until its ``Work`` is waited for: then the waiting thread's current stream comes after it. That
   nobody waits is found only if somebody uses its tensors. ``collectives`` says what counts as
@@ -66,6 +71,8 @@ The files, from what is simple to what puts it together:
 * ``memory``: which storage lies where, and who touched it
 * ``recorder``: takes accesses, keeps conflicts
 * ``operators``: what an operator reads and writes, and on which lane
+* ``places``: whether that is the host's memory or a device's
+* ``stagers``: how a ``DefaultStager`` copies
 * ``beside_operators``: ``torch.save``, ``numpy()``, system calls and the like
 * ``collectives``: what is in flight until it is waited for
 * ``threads``: what threads learn from each other
