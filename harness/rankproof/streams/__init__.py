@@ -36,12 +36,13 @@ The model, which is that of a CUDA program:
   which waits for the current stream. ``copy_`` between host memory and other memory is a transfer:
   it is queued on the current stream, and the thread waits for it unless it is ``non_blocking``.
 * ``.to(device)`` that copies is complete when it returns, unless it is ``non_blocking``. So is a
-  ``copy_`` of the staging code of ``torch.distributed``. Any other ``copy_`` cannot be told from one
-  on the device and is queued like an operator.
-* What a ``non_blocking`` copy has brought is host memory to Python, ``torch.save`` and NumPy, whoever
-  made it: they read it as it is. What else they read they wait for, on the current stream; a thread
-  in no stream of its own waits for what was queued on the default stream before it was told to.
-* ``DefaultStager``'s thread, where it copies without ``non_blocking``, waits like that: ``stagers``.
+  ``copy_`` of the staging code of ``torch.distributed``. Any other ``copy_`` cannot be told from
+  one on the device and is queued like an operator.
+* What a ``non_blocking`` copy has brought is host memory to Python, ``torch.save`` and NumPy,
+  whoever made it: they read it as it is. What else they read they wait for, on the current stream;
+  a thread in no stream of its own waits for what was queued on the default stream before it was
+  told to.
+* ``DefaultStager``'s thread, where it copies without ``non_blocking``, waits like that.
 * A collective begins after what was launched on the current stream, and runs on a lane of its own
   until its ``Work`` is waited for: then the waiting thread's current stream comes after it. That
   nobody waits is found only if somebody uses its tensors. ``collectives`` says what counts as
