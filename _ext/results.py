@@ -34,8 +34,8 @@ from sphinx_design.shared import create_component
 
 from benchmarks import first_tables
 from benchmarks.code_versions import CHANGELOG, CostChange, code_in_words, cost_changes
-from benchmarks.fair import Column, columns, headline, how, interval, is_peer, with_better_peers
-from benchmarks.first_tables import first_lower
+from benchmarks.fair import Column, headline, how, interval, with_better_peers
+from benchmarks.first_tables import Gain, first_lower, gain
 from benchmarks.result_files import (
     BENCHMARKS,
     FIRST_TABLE_NOTES,
@@ -540,9 +540,8 @@ class ResultGain(ResultDirective):
     sentence has those at which it is furthest ahead of the best peer, and then all at which a peer
     is ahead. The others of ``rows`` and every peer that beats ours are named there, and the best.
 
-    Of the machines where none of the rows is outdated, the one with most of them; of several, the
-    latest, then that of most ranks. Nothing is shown where none has the first row. What stands in
-    the directive explains the rows: it is shown after them, or not either.
+    ``first_tables.gain`` says of which machine. Nothing is shown where none has the first row. What
+    stands in the directive explains the rows: it is shown after them, or not either.
     """
 
     has_content = True
@@ -551,65 +550,41 @@ class ResultGain(ResultDirective):
 
     def run(self) -> list[nodes.Node]:
         repo = Path(self.config.results_repo)
-        field = self.options["field"]
+        remember(self.env, repo, "results", self.arguments[0])
+        note_changes(self.env, repo)
         names = self.options["rows"].split()
-        results = [load(path) for path in remember(self.env, repo, "results", self.arguments[0])]
-        changes = note_changes(self.env, repo)
-        best = None
-        rows_of_best = []
-        most = (0, "")
-        for result in reversed(results):  # most ranks first
-            rows = [row for row in result.rows if self._in_case(row) and known(row, field)]
-            asked = [row for row in rows if row["name"] in names]
-            outdated = any(result.is_outdated(row, changes) for row in asked)
-            if outdated or names[0] not in {row["name"] for row in asked}:
-                continue
-            worth = (len({row["name"] for row in asked}), result.data["date"])
-            if worth > most:
-                best = result
-                rows_of_best = rows
-                most = worth
-        if best is None:
+        where = self.options.get("where", {})
+        found = gain(repo, self.arguments[0], names, self.options["field"], where)
+        if found is None:
             return []
-        shown = self.show(best, rows_of_best)
         explained = nodes.container()
         self.state.nested_parse(self.content, self.content_offset, explained)
-        return shown + explained.children
+        return [self._sentence(found), *explained.children]
 
-    def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
-        field = self.options["field"]
-        name = self.options["rows"].split()[0]
-        first, *others = columns(rows, name, field)
-        behind = sorted(
-            (column for column in others if column.better), key=lambda column: column.ours["tokens"]
-        )
-        text = nodes.paragraph("", f"{heading(field)}: ", classes=["result-gain"])
-        shown = self._column(text, result, first, nodes.strong)
-        if first.better and not others:
+    def _sentence(self, found: Gain) -> nodes.paragraph:
+        first = found.best
+        text = nodes.paragraph("", f"{heading(self.options['field'])}: ", classes=["result-gain"])
+        shown = self._column(text, found.result, first, nodes.strong)
+        if first.better and len(found.columns) == 1:
             text += nodes.Text(" (a peer is ahead)")
-        for number, column in enumerate(behind):
+        for number, column in enumerate(found.behind):
             words = "a peer is ahead at" if number == 0 else "at"
             text += nodes.Text(f"; {words} {column.ours['tokens']:,} tokens a step: ")
-            shown += self._column(text, result, column, nodes.emphasis)
+            shown += self._column(text, found.result, column, nodes.emphasis)
         at = f", {first.ours['tokens']:,} tokens a step" if "tokens" in first.ours else ""
-        if behind:
+        if found.behind:
             at += " where no other is said"
-        machine = "; ".join([result.machine, *of_other_runs(shown)])
+        machine = "; ".join([found.result.machine, *of_other_runs(shown)])
         text += nodes.Text(f". Stock {first.ours['model']}{at}, {machine}.")
-        return [text]
+        return text
 
     def _column(
         self, text: nodes.paragraph, result: Result, column: Column, emphasis: type
     ) -> list[dict]:
         """Add a column's figures to ``text``; the rows that it names."""
         field = self.options["field"]
-        asked = self.options["rows"].split()
-        peers = [row for row in column.others if is_peer(row)]
-        named: dict[str, dict] = {}  # the best row of each name
-        for row in column.others:
-            if row in column.better or row["name"] in asked or row in peers[:1]:
-                named.setdefault(row["name"], row)
-        for number, row in enumerate([column.ours, *named.values()]):
+        named = column.named(self.options["rows"].split())
+        for number, row in enumerate([column.ours, *named]):
             kind = emphasis if number == 0 else nodes.emphasis
             if number > 0:
                 text += nodes.Text(", ")
@@ -619,12 +594,7 @@ class ResultGain(ResultDirective):
             differs = how(row) != how(column.ours)
             if how(row) and differs:
                 text += nodes.Text(f" ({how(row)})")
-        return [column.ours, *named.values()]
-
-    def _in_case(self, row: dict) -> bool:
-        """Whether ``row`` has the parameters of ``where``."""
-        where = self.options.get("where", {})
-        return all(plain(row.get(parameter)) == value for parameter, value in where.items())
+        return [column.ours, *named]
 
 
 class FirstTableDirective(ResultDirective):

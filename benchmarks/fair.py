@@ -65,6 +65,15 @@ class Column:
     others: list[dict]
     better: list[dict]  # the peers that beat ours
 
+    def named(self, asked: list[str]) -> list[dict]:
+        """Of ``others``: those ``asked`` for, the best peer, all that beat ours; each name once."""
+        peers = [row for row in self.others if is_peer(row)]
+        found: dict[str, dict] = {}
+        for row in self.others:
+            if row in self.better or row["name"] in asked or row in peers[:1]:
+                found.setdefault(row["name"], row)
+        return list(found.values())
+
     def lead(self, field: str) -> float:
         """How far ours is ahead of the best peer: above one, or below where a peer is ahead."""
         peers = [row[field] for row in self.others if is_peer(row)]

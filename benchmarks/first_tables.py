@@ -1,6 +1,7 @@
 """The first tables of measured gains, and which torch the recipes ran on, for the site.
 
-    python -m benchmarks.first_tables   # exit 1 if a file is bad
+    python -m benchmarks.first_tables           # exit 1 if a file is bad, or README's figures
+    python -m benchmarks.first_tables --write   # write README's figures
 
 A first table has rows of one file: one kind of machine. It leaves out a row whose cost has changed
 since, which the page of results still has, and no peer. What others are compared with is on the
@@ -10,12 +11,13 @@ page on method.
 import argparse
 import json
 import sys
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.code_versions import ChangelogError, code_in_words, cost_changes
-from benchmarks.fair import beats, columns, headline, interval, same_case
+from benchmarks.fair import Column, beats, columns, headline, how, interval, same_case
 from benchmarks.result_files import (
     BENCHMARKS,
     REFERENCES,
@@ -196,6 +198,114 @@ def with_interval(row: dict, field: str) -> str:
     return f"{cell(row, field)} ({written(field, ends[0])} to {written(field, ends[1])})"
 
 
+# -- one line of figures ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Columns of one field of one file, the one of the greatest lead first."""
+
+    result: Result
+    columns: list[Column]
+
+    @property
+    def best(self) -> Column:
+        return self.columns[0]
+
+    @property
+    def behind(self) -> list[Column]:
+        """The others at which a peer is ahead of ours, by tokens a step."""
+        found = [column for column in self.columns[1:] if column.better]
+        return sorted(found, key=lambda column: column.ours["tokens"])
+
+
+def gain(
+    repo: Path, benchmark: str, names: list[str], field: str, where: dict[str, str]
+) -> Gain | None:
+    """The columns of ``names[0]``, which is ours, where the parameters are those of ``where``.
+
+    Of the machines where none of the rows of ``names`` is outdated, the one with most of them; of
+    several, the latest, then that of most ranks. None where none has the first.
+    """
+    changes = cost_changes(repo)
+    best = None
+    most = (0, "")
+    for path in reversed(files(repo, "results", benchmark)):  # most ranks first
+        result = load(path)
+        rows = []
+        for row in result.rows:
+            in_case = all(plain(row.get(parameter)) == value for parameter, value in where.items())
+            if in_case and known(row, field):
+                rows.append(row)
+        asked = [row for row in rows if row["name"] in names]
+        outdated = any(result.is_outdated(row, changes) for row in asked)
+        if outdated or names[0] not in {row["name"] for row in asked}:
+            continue
+        worth = (len({row["name"] for row in asked}), result.data["date"])
+        if worth > most:
+            best = Gain(result, columns(rows, names[0], field))
+            most = worth
+    return best
+
+
+BEGIN = "<!-- Figures: python -m benchmarks.first_tables --write -->"
+END = "<!-- End of figures -->"
+SAVE = {"model": "llama-1b", "step": "long", "loop": "reads", "compiled": "no", "storage": "memory"}
+
+
+def line_of_figures(repo: Path) -> str:
+    """README's line: what a save and an offloaded step gain, each beside its peers.
+
+    Empty where a row of ours is not measured.
+    """
+    save = gain(repo, "checkpoint_stall", ["overlapped_writer", "none"], "cost_s", SAVE)
+    step = gain(repo, "offload_step", ["streamed_adam"], "kept", {"model": "llama-8b"})
+    if save is None or step is None:
+        return ""
+    codes = dict.fromkeys(code_in_words(of.best.ours) for of in (save, step))
+    said = [
+        f"**Measured**, version {' and '.join(codes)}.",
+        f"What a save costs training of Llama 1B: {in_figures(save, 'cost_s', save.best, set())},",
+        f"on {save.result.machine}.",
+        "What a step of Llama 8B keeps of a resident run's speed with its layers and optimizer on",
+        f"the host, on {step.result.machine}:",
+    ]
+    told: set[str] = set()
+    for column in (step.best, *step.behind):
+        figures = in_figures(step, "kept", column, told)
+        said.append(f"at {column.ours['tokens']:,} tokens {figures};")
+    return f"{' '.join(said).rstrip(';')}. [All of it](guide/gains.rst)."
+
+
+def in_figures(of: Gain, field: str, column: Column, told: set[str]) -> str:
+    """``ours 88.3 %, `torchao` 87.4 %``: ours, the best peer and all that beat ours.
+
+    How a peer trains is said once; ``told`` has the names of which it was.
+    """
+    said = [f"ours {headline(column.ours, field, of.result.rows)}"]
+    for row in column.named([]):
+        figure = f"`{row['name']}` {headline(row, field, of.result.rows)}"
+        if how(row) != how(column.ours) and row["name"] not in told:
+            figure += f" ({how(row)})"
+            told.add(row["name"])
+        said.append(figure)
+    return ", ".join(said)
+
+
+def with_figures(text: str, line: str) -> str:
+    """README with ``line`` between its marks.
+
+    Raises:
+        ResultError: it has no marks.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ResultError(f"README.md lacks {BEGIN} and {END}")
+    wrapped = "\n".join(textwrap.wrap(line, 100, break_long_words=False, break_on_hyphens=False))
+    return f"{before}{begin}\n{wrapped}\n{end}{after}"
+
+
 def first_tables(repo: Path) -> dict[str, FirstTable]:
     """Each benchmark that has a first table, and the table."""
     found = {}
@@ -251,6 +361,7 @@ def run_of(where: str, torch: str, recipes: dict[str, dict]) -> RunOfRecipes:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write README's line of figures")
     parser.add_argument("--repo", type=Path, default=Path.cwd(), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
@@ -259,6 +370,15 @@ def main(arguments: list[str] | None = None) -> int:
         for path in (options.repo / "benchmarks" / "traces").glob("*.json"):
             load_trace(path)
         check_changes(options.repo)
+        readme = options.repo / "README.md"
+        if readme.exists():
+            text = readme.read_text(encoding="utf-8")
+            wanted = with_figures(text, line_of_figures(options.repo))
+            if options.write:
+                readme.write_text(wanted, encoding="utf-8")
+            elif text != wanted:
+                command = "python -m benchmarks.first_tables --write"
+                raise ResultError(f"README's figures are not those of the rows: {command}")
     except (ResultError, ChangelogError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -5,6 +5,7 @@ import re
 
 from results_site import (
     OF_TODAY,
+    REPO,
     change_cost,
     lint,
     measure,
@@ -12,7 +13,7 @@ from results_site import (
     row,
 )
 
-from benchmarks import result_files
+from benchmarks import first_tables, result_files
 from benchmarks.first_tables import FirstTable, first_table, runs_of_recipes
 
 PAGE = ".. first-table:: checkpoint_stall"
@@ -226,3 +227,46 @@ def test_lint_fails_on_a_file_that_cannot_be_read(repo):
     path.write_text("{")
     process = lint(repo)
     assert process.returncode == 1 and "not JSON" in process.stderr
+
+
+def test_readmes_figures_are_those_of_the_rows():
+    line = first_tables.line_of_figures(REPO)
+    text = (REPO / "README.md").read_text()
+    assert line and first_tables.with_figures(text, line) == text
+    for benchmark, name in (
+        ("checkpoint_stall", "torch_checkpointing"),
+        ("offload_step", "torchao"),
+    ):
+        assert f"`{name}`" in line, benchmark
+    assert "NVIDIA" in line and "0.2.1" in line
+
+
+def test_lint_fails_where_readmes_figures_are_not_those_of_the_rows(repo):
+    steps = [
+        {"name": name, "tokens": tokens, "kept": kept, "samples": {}, "model": "llama-8b"}
+        | OF_TODAY
+        | {"ours": name == "streamed_adam", "clips": name == "streamed_adam"}
+        for name, tokens, kept in (
+            ("streamed_adam", 2048, 0.4),
+            ("a_peer", 2048, 0.5),
+            ("streamed_adam", 4096, 0.8),
+            ("a_peer", 4096, 0.3),
+        )
+    ]
+    path = measure(repo, rows=steps, benchmark="offload_step")
+    path.rename(path.with_name("offload_step.test-x2.json"))
+    case = {"model": "llama-1b", "loop": "reads", "compiled": False, "cost_s": 0.1}
+    measure(repo, rows=[row("overlapped_writer", 0.1, ours=True) | case])
+    readme = repo / "README.md"
+    readme.write_text("# R\n\nNo marks.\n")
+    assert "lacks <!-- Figures" in lint(repo).stderr
+    readme.write_text(f"# R\n\n{first_tables.BEGIN}\n{first_tables.END}\n\nMore.\n")
+    assert "README's figures are not those of the rows" in lint(repo).stderr
+    assert first_tables.main(["--write", "--repo", str(repo)]) == 0
+    assert lint(repo).returncode == 0
+    text = " ".join(readme.read_text().split())
+    assert "ours 100 ms, on 2 × Test GPU." in text
+    said = "at 4,096 tokens ours 80.0 %, `a_peer` 30.0 % (does not clip); "
+    assert said + "at 2,048 tokens ours 40.0 %, `a_peer` 50.0 %." in text
+    readme.write_text(readme.read_text().replace("80.0 %", "90.0 %"))
+    assert lint(repo).returncode == 1
