@@ -1,6 +1,5 @@
 """Tables, figures and gains on pages: what they show, of which machine, and what they say of it."""
 
-import json
 import re
 
 import pytest
@@ -65,73 +64,6 @@ def test_the_origin_names_the_rows_of_other_runs(repo):
     assert "2 × Test GPU; a_peer: another host, 2025-12-31." in html
 
 
-def test_the_figure_takes_its_colours_from_the_page(repo):
-    measure(repo)
-    html, warnings = render(repo, ".. result-figure:: checkpoint_stall")
-    assert warnings == ""
-    (svg,) = re.findall(r"<svg class=\"result-svg\".*?</svg>", html, re.S)
-    assert not re.search(r"#0[1-9]0[1-9]0[1-9]|<style|font:|width=\"\d+[\d.]*pt\"", svg)
-    assert "currentColor" in svg and "var(--result-series-1)" in svg and "var(--result-peer)" in svg
-    for text in ("overlapped  1.20 ms", "a_peer  300 ms, saved wrong data"):
-        assert text in svg, text
-    assert "staging costs (storage: memory, step: long). Measured on" in html
-    assert "storage: memory" not in svg
-
-
-def test_what_drawings_share_stands_below_them_and_what_parts_them_above(repo):
-    stock = {"model": "llama-1b", "loop": "reads"}
-    measure(
-        repo,
-        rows=[
-            row("async_save", 1.0, **stock, compiled=False),
-            row("async_save", 2.0, **stock, compiled=True),
-        ],
-    )
-    html, warnings = render(repo, ".. result-figure:: checkpoint_stall")
-    assert warnings == "" and "(model: llama-1b, loop: reads, storage: memory, step: long)" in html
-    drawings = re.findall(r"<svg class=\"result-svg\".*?</svg>", html, re.S)
-    assert ["compiled: yes" in drawing for drawing in drawings] == [False, True]
-    assert "llama-1b" not in "".join(drawings)
-    html, _ = render(repo, ".. result-table:: checkpoint_stall\n   :where: compiled=yes")
-    assert "2.00 s" in html and "1.00 s" not in html and "compiled: yes" in html
-
-
-def test_a_stall_of_zero_or_below_is_written_without_a_bar(repo):
-    measure(repo, rows=[row("overlapped", -0.0004), row("pinned", 0.12), row("process", None)])
-    html, _ = render(repo, ".. result-figure:: checkpoint_stall")
-    assert "overlapped  -400 µs" in html and "process  " not in html
-
-
-def test_rows_over_tokens_are_lines(repo):
-    rows = [
-        {"name": name, "tokens": tokens, "efficiency": 0.9, "step_s": 0.1, "samples": {}} | PEER
-        for name in ("fsdp2", "prefetch")
-        for tokens in (1024, 2048)
-    ]
-    path = measure(repo, rows=rows, benchmark="fsdp_overlap")
-    path.rename(path.with_name("fsdp_overlap.test-x2.json"))
-    html, warnings = render(repo, ".. result-figure:: fsdp_overlap")
-    assert warnings == "" and html.count("<svg class=") == 1
-    assert "1,024" in html and "var(--result-series-2)" in html
-
-
-def test_pairs_are_shown_with_their_spread_and_rows_without_them_as_before(repo):
-    paired = PEER | {"efficiency": 0.951, "pairs": 8, "efficiency_spread": 0.0042}
-    rows = [
-        PEER | {"name": "fsdp2", "tokens": 8192, "efficiency": 0.8, "samples": {"step_s": [0.3]}},
-        {"name": "update_in_order", "tokens": 8192, "samples": {"mode_window_s": [[0.3, 0.3]] * 8}},
-    ]
-    path = measure(repo, rows=[rows[0], rows[1] | paired], benchmark="fsdp_overlap")
-    path = path.rename(path.with_name("fsdp_overlap.test-x2.json"))
-    html, warnings = render(repo, ".. result-table:: fsdp_overlap")
-    assert warnings == "" and "Of pairs of windows" in html
-    assert "80.0 %" in html and "95.1 %" in html and "0.4 %" in html
-    without = json.loads(path.read_text()) | {"rows": rows[:1]}
-    path.write_text(json.dumps(without))
-    html, warnings = render(repo, ".. result-table:: fsdp_overlap")
-    assert warnings == "" and "80.0 %" in html and "Of pairs of windows" not in html
-
-
 def test_a_field_that_the_benchmark_lacks_is_reported(repo):
     measured_steps(repo)
     _, warnings = render(repo, ".. result-figure:: offload_step\n   :field: stall_s")
@@ -183,48 +115,6 @@ def test_rows_of_one_name_are_told_apart_by_what_differs(repo):
     assert warnings == "" and said == words  # and no row of dashes
 
 
-def test_a_machine_that_measured_the_reference_alone_has_no_tab(repo):
-    measure(repo, 1, rows=[row("none", 0.1)])
-    measure(repo, 2, rows=[row("none", 0.1), row("async_save", 2.0)])
-    html, warnings = render(repo, ".. result-table:: checkpoint_stall\n   :rows: none async_save")
-    assert warnings == "" and "2.00 s" in html and "1 × Test GPU" not in html
-
-
-def test_one_tab_a_file_most_ranks_first(repo):
-    measure(repo, 1)
-    measure(repo, 2)
-    html, _ = render(repo, ".. result-table:: checkpoint_stall")
-    labels = re.findall(r'class="sd-tab-label"[^>]*>\s*([^<]+?)\s*<', html)
-    assert labels == ["2 × Test GPU", "1 × Test GPU"]
-
-
-def test_of_outdated_tabs_the_latest_comes_first(repo):
-    change_cost(repo, "checkpoint_stall", "0.2.0")
-    measure(repo, 2, [row("async_save", 3.8) | EARLIER], date="2026-02-01")
-    measure(repo, 4, [row("async_save", 3.8) | EARLIER], date="2026-01-01")
-    html, _ = render(repo, ".. result-table:: checkpoint_stall")
-    labels = re.findall(r'class="sd-tab-label"[^>]*>\s*([^<]+?)\s*<', html)
-    assert labels == ["2 × Test GPU", "4 × Test GPU"]
-
-
-def test_a_tab_comes_before_one_that_is_outdated(repo):
-    change_cost(repo, "checkpoint_stall", "0.2.0")
-    measure(repo, 4, [row("async_save", 3.8) | EARLIER])
-    measure(repo, 1)
-    measure(repo, 2)
-    html, _ = render(repo, ".. result-table:: checkpoint_stall")
-    labels = re.findall(r'class="sd-tab-label"[^>]*>\s*([^<]+?)\s*<', html)
-    assert labels == [f"{ranks} × Test GPU" for ranks in (2, 1, 4)]
-
-
-def test_the_tab_with_most_of_the_rows_comes_first(repo):
-    measure(repo, 1, rows=[row("overlapped", 1.0), row("pinned", 2.0), row("process", 3.0)])
-    measure(repo, 2, rows=[row("overlapped", 1.0), row("pinned", 2.0)])
-    html, _ = render(repo, ".. result-table:: checkpoint_stall")
-    labels = re.findall(r'class="sd-tab-label"[^>]*>\s*([^<]+?)\s*<', html)
-    assert labels == ["1 × Test GPU", "2 × Test GPU"]
-
-
 def test_a_table_marks_the_rows_that_are_outdated(repo):
     change_cost(repo, "checkpoint_stall", "0.2.0")
     rows = [row("async_save", 1.0), row("async_save", 2.0, storage="disk") | EARLIER]
@@ -241,30 +131,6 @@ def test_rows_and_where_choose(repo):
     assert "2.00 s" in html and "1.00 s" not in html
     _, warnings = render(repo, ".. result-table:: checkpoint_stall\n   :rows: nothing")
     assert "checkpoint_stall.test-x2.json: no row is called nothing" in warnings
-
-
-def test_a_parameter_that_all_rows_share_has_no_column(repo):
-    measure(repo, rows=[row("async_save", 1.0), row("async_save", 2.0, storage="disk")])
-    html, _ = render(repo, ".. result-table:: checkpoint_stall")
-    assert "> memory<" in html and "> disk<" in html
-    assert ">Step<" not in html and "Medians (step: long)." in html
-
-
-def test_a_table_has_the_three_columns_that_decide_and_the_rest_elsewhere(repo):
-    measure(repo)
-    html, _ = render(repo, ".. result-table:: checkpoint_stall")
-    headings = re.findall(r"<th[^>]*><p>(.*?)</p>", html)
-    assert headings[0] == "Way" and len(headings) == 4
-    assert 'href="guide/results.html"' in html
-
-
-def test_a_workload_without_a_value_is_not_drawn(repo):
-    rows = [row("async_save", 1.0), row("none", None), row("none", None, step="short")]
-    measure(repo, rows=rows)
-    html, _ = render(repo, ".. result-figure:: checkpoint_stall")
-    assert html.count("<svg class=") == 1 and "step: short" not in html
-    html, warnings = render(repo, ".. result-figure:: checkpoint_stall\n   :rows: none")
-    assert warnings == "" and "<svg" not in html and "Not measured yet" in html
 
 
 @pytest.mark.parametrize("directive", ["result-table", "result-figure"])
@@ -298,22 +164,6 @@ def test_why_a_row_was_not_run_is_said_where_it_is_asked_for(repo):
         html, warnings = render(repo, table + rows)
         assert warnings == "" and (said in html) is shown
         assert ("Not measured yet" in html) is (rows == "another_peer")
-
-
-@pytest.mark.parametrize(
-    ("name", "ours", "colour"),
-    [
-        ("default_stager_as_published", False, "peer"),
-        ("default_stager_ordered", True, "series-1"),
-        ("one_stream", True, "peer"),
-    ],
-)
-def test_a_bar_is_in_the_recipes_colour_where_the_row_is_what_the_recipe_shows(
-    repo, name, ours, colour
-):
-    measure(repo, rows=[row(name, 1.2, ours=ours, bound_s=0.1)])
-    html, _ = render(repo, ".. result-figure:: checkpoint_stall")
-    assert f"var(--result-{colour})" in html and "(dashed: bound)" in html
 
 
 def test_an_unknown_benchmark_is_reported(repo):
