@@ -306,17 +306,6 @@ def with_figures(text: str, line: str) -> str:
     return f"{before}{begin}\n{wrapped}\n{end}{after}"
 
 
-def first_tables(repo: Path) -> dict[str, FirstTable]:
-    """Each benchmark that has a first table, and the table."""
-    found = {}
-    for name, benchmark in BENCHMARKS.items():
-        if benchmark.first_table:
-            table = first_table(name, repo)
-            if table is not None:
-                found[name] = table
-    return found
-
-
 @dataclass(frozen=True)
 class RunOfRecipes:
     """What ran on one machine and one version of torch."""
