@@ -5,6 +5,8 @@
 #
 # A part can be started again: commands with --until go on where they were cut off, the others add a
 # sample. One that fails says so, and the next one runs. SMALL=1 rehearses on a CPU.
+# Rows say which commit they are of: a copy without .git is told it, by
+# MEASURED_COMMIT=$(git rev-parse --short=10 HEAD) of the checkout that it was made from.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=${1:?name a part: verify saves threads first_saves loads first_step offload sharding activations}
