@@ -80,6 +80,19 @@ def on_all_ranks(work: Callable[[], Value], group: dist.ProcessGroup | None = No
     raise reports[failed[0]].kind("; ".join(causes)) from own_error
 
 
+def on_first_rank(work: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
+    """What ``work`` returns on rank 0, on all ranks; it is called there alone.
+
+    Raises:
+        Exception: on all ranks, if it has failed; as ``on_all_ranks``.
+    """
+
+    def work_if_first() -> Value | None:
+        return work() if own_rank(group) == 0 else None
+
+    return on_all_ranks(work_if_first, group)[0]
+
+
 def own_result(work: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """What ``work`` returns here, once it has gone well on all ranks; raises as ``on_all_ranks``.
 

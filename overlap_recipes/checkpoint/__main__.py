@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from .export import convert
-from .retention import prune, show
+from .kept import prune, show
+from .stores import store_of
+from .stores.directory import Directory
 
 
 def options_of(words: list[str]) -> argparse.Namespace:
@@ -19,14 +21,16 @@ def options_of(words: list[str]) -> argparse.Namespace:
     prunes.add_argument("--keep-last", type=int, default=3, help="default: 3")
     prunes.add_argument("--keep-every", type=int, default=0, help="keep steps that this divides")
     prunes.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    for command in lists, verifies, prunes:
-        command.add_argument("root", type=Path)
+    for command in lists, verifies:
+        command.add_argument("root", help="a directory, or a URL that fsspec knows")
+    prunes.add_argument("root", help="a directory")
     exports = commands.add_parser("export", help="a DCP checkpoint as safetensors")
-    exports.add_argument("root", metavar="checkpoint", type=Path)
+    exports.add_argument("root", metavar="checkpoint")
     exports.add_argument("directory", type=Path)
     exports.add_argument("--prefix", default="app.model.", help="of the names that are exported")
     options = parser.parse_args(words)
-    if not options.root.is_dir():
+    may_be_url = options.command in ("list", "verify")
+    if not (may_be_url and "://" in options.root) and not Path(options.root).is_dir():
         parser.error(f"no directory {options.root}")
     return options
 
@@ -35,12 +39,15 @@ def main(words: list[str]) -> int:
     """Do what ``words`` ask for; return the exit code."""
     options = options_of(words)
     if options.command == "prune":
-        prune(options.root, options.keep_last, options.keep_every, options.dry_run)
+        store = Directory(options.root)
+        if not options.dry_run:
+            store.lock()  # until this process ends
+        prune(store, options.keep_last, options.keep_every, options.dry_run)
         return 0
     if options.command == "export":
-        convert(options.root, options.directory, options.prefix)
+        convert(Path(options.root), options.directory, options.prefix)
         return 0
-    all_are_whole = show(options.root, digests=options.command == "verify")
+    all_are_whole = show(store_of(options.root), every_byte=options.command == "verify")
     return 0 if all_are_whole else 1
 
 

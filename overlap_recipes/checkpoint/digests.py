@@ -12,12 +12,15 @@ import json
 import re
 import zlib
 from array import array
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
 BLOCK = 1 << 20  # bytes of a file that have one digest
 MANIFEST = "manifest.{}.json"  # of each rank, in each checkpoint: its files, sizes, digests
+IS_MANIFEST = re.compile(r"manifest\.\d+\.json")
 OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
+Open = Callable[[str], BinaryIO]  # a file of a checkpoint, by its name
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -52,15 +55,78 @@ class Digests:
                 raise DamagedCheckpoint(f"{name}: bytes {first} to {last} are not as saved")
 
 
-def described(file: Path) -> dict[str, object]:
-    """What a manifest says of ``file``."""
-    sums = array("I")
-    nbytes = 0
-    with file.open("rb") as stream:
-        while data := stream.read(BLOCK):
-            sums.append(zlib.crc32(data))
-            nbytes += len(data)
-    return {"bytes": nbytes, "block": BLOCK, "crc32": " ".join(f"{number:x}" for number in sums)}
+class Digesting:
+    """Makes digests of a file's bytes as they pass."""
+
+    def __init__(self) -> None:
+        self.sums = array("I")  # of the blocks that are complete
+        self.nbytes = 0
+        self.crc = 0  # of the block that is not
+
+    def add(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            part = data[at : at + BLOCK - self.nbytes % BLOCK]
+            self.crc = zlib.crc32(part, self.crc)
+            self.nbytes += len(part)
+            at += len(part)
+            if self.nbytes % BLOCK == 0:
+                self.sums.append(self.crc)
+                self.crc = 0
+
+    def described(self) -> dict[str, object]:
+        """What a manifest says of the file."""
+        sums = [*self.sums]
+        if self.nbytes % BLOCK:
+            sums.append(self.crc)
+        text = " ".join(f"{number:x}" for number in sums)
+        return {"bytes": self.nbytes, "block": BLOCK, "crc32": text}
+
+
+def described(stream: BinaryIO) -> dict[str, object]:
+    """What a manifest says of the file that ``stream`` reads."""
+    found = Digesting()
+    while data := stream.read(BLOCK):
+        found.add(memoryview(data))
+    return found.described()
+
+
+def faults(sizes: dict[str, int], open_file: Open, every_byte: bool = False) -> list[str]:
+    """What is wrong with a checkpoint, one line per file; [] if it is complete.
+
+    Args:
+        sizes: of the files that are there.
+        every_byte: compare digests, too.
+    """
+    try:
+        manifests = [read_manifest(name, open_file) for name in manifests_among(sizes)]
+        files = {name: what for part in manifests for name, what in part["files"].items()}
+        ranks = {part["ranks"] for part in manifests}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"a manifest cannot be read: {error!r}"]
+    if ranks != {len(manifests)}:
+        return [f"{len(manifests)} manifests, of a job of {ranks or 'no'} ranks"]
+    found = []
+    for name, expected in files.items():
+        if name not in sizes:
+            found.append(f"{name}: missing")
+        elif sizes[name] != expected.get("bytes"):
+            found.append(f"{name}: {sizes[name]} bytes, not {expected.get('bytes')}")
+        elif every_byte and has_changed(name, open_file, expected):
+            found.append(f"{name}: its content has changed")
+    return found
+
+
+def manifests_among(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if IS_MANIFEST.fullmatch(name))
+
+
+def has_changed(name: str, open_file: Open, what: dict) -> bool:
+    """Whether the content of the file is another than a manifest says."""
+    with open_file(name) as stream:
+        if "crc32" in what:
+            return described(stream) != what
+        return hashlib.file_digest(stream, "sha256").hexdigest() != what["sha256"]
 
 
 def digests_of(what: dict) -> Digests | None:
@@ -74,14 +140,6 @@ def digests_of(what: dict) -> Digests | None:
     return Digests(nbytes, block, sums)
 
 
-def has_changed(file: Path, what: dict) -> bool:
-    """Whether the content of ``file`` is another than a manifest says."""
-    if "crc32" in what:
-        return described(file) != what
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest() != what["sha256"]
-
-
 def manifest_text(ranks: int, files: dict[str, dict]) -> str:
     """A manifest, with a digest of itself."""
     content = {"ranks": ranks, "files": files}
@@ -92,36 +150,43 @@ def digest_of(content: dict) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def read_manifest(file: Path) -> dict:
-    """The manifest ``file``: ``ranks``, and ``files`` by their names.
+def read_manifest(name: str, open_file: Open) -> dict:
+    """The manifest ``name``: ``ranks``, and ``files`` by their names.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it has changed since it was written.
     """
-    content = json.loads(file.read_bytes())
+    with open_file(name) as stream:
+        content = json.loads(stream.read())
     if not isinstance(content, dict):
-        raise ValueError(f"{file.name} is no manifest")
+        raise ValueError(f"{name} is no manifest")
     digest = content.pop("sha256", None)
     if set(content) != {"ranks", "files"} or not isinstance(content["files"], dict):
-        raise ValueError(f"{file.name} is no manifest")
+        raise ValueError(f"{name} is no manifest")
     if digest is None and any("crc32" in what for what in content["files"].values()):
-        raise ValueError(f"{file.name} has lost its digest")
+        raise ValueError(f"{name} has lost its digest")
     if digest is not None and digest != digest_of(content):
-        raise ValueError(f"{file.name} is not as saved")
+        raise ValueError(f"{name} is not as saved")
     return content
 
 
 class Manifests:
     """The manifests of a checkpoint, each read when one of its files is.
 
+    Args:
+        place: of the checkpoint, for messages.
+        names: of its files.
+        open_file: opens one of them.
+
     Attributes:
         are_there: whether the checkpoint has manifests at all.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.are_there = any(directory.glob(MANIFEST.format("*")))
+    def __init__(self, place: str, names: Iterable[str], open_file: Open) -> None:
+        self.place = place
+        self.open_file = open_file
+        self.are_there = bool(manifests_among(names))
         self.files: dict[str, dict[str, dict]] = {}  # by manifest, by file
 
     def digests(self, name: str) -> Digests | None:
@@ -134,11 +199,10 @@ class Manifests:
             return None
         of_rank = OF_RANK.fullmatch(name)
         manifest = MANIFEST.format(of_rank.group(1) if of_rank else 0)
-        file = self.directory / manifest
         try:
             if manifest not in self.files:
-                self.files[manifest] = read_manifest(file)["files"]
+                self.files[manifest] = read_manifest(manifest, self.open_file)["files"]
             what = self.files[manifest][name]
             return digests_of(what)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedCheckpoint(f"{file}, for {name}: {error!r}") from error
+            raise DamagedCheckpoint(f"{self.place}/{manifest}, for {name}: {error!r}") from error

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +22,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from .saves import Job, Saves
+from .saves import Saves
 from .state import WRAPPERS, is_made_of_tensors, prefixes_of_ddp
+from .stores.directory import Folder
+from .stores.store import Target
+from .talk import Talk
 
 DTYPES = {  # and their names in a header
     torch.float64: "F64",
@@ -444,6 +448,41 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
             (self.path / name).write_text(json.dumps(content, indent=2))
 
 
+class ExportWriter:
+    """Writes states as files of safetensors; see ``Writer`` of ``writing``."""
+
+    def __init__(self, options: dict) -> None:
+        SafetensorsWriter(Path(), **options)  # raises now, and not at the first save
+        self.options = options
+
+    def prepare(self, state: dict, talk: Talk) -> None:
+        """DCP plans each export."""
+
+    def write(self, state: dict, target: Target, talk: Talk, threads: int) -> None:
+        writer = SafetensorsWriter(Path(target.place), **self.options)
+        group = {"process_group": talk.group, "no_dist": talk.group is None}
+        dcp.save(state, storage_writer=writer, **group)
+
+    def forget(self) -> None:
+        """It keeps nothing."""
+
+
+class ExportFolder(Folder):
+    """Where an export takes the place of an older one, and leaves other files there."""
+
+    def begin(self, nbytes: int) -> str:
+        end_replacement(self.directory)
+        refuse_unless_export(self.directory)
+        return super().begin(nbytes)
+
+    def commit(self, files: dict[str, int]) -> None:
+        refuse_unless_export(self.directory)  # once more: others may have written meanwhile
+        if self.directory.exists():
+            self.directory.rename(older_of(self.directory))
+        super().commit(files)
+        end_replacement(self.directory)
+
+
 class Exports(Saves):
     """``Saves`` whose saves are exports, with the options of ``SafetensorsWriter``.
 
@@ -454,34 +493,10 @@ class Exports(Saves):
     """
 
     def __init__(self, device: torch.device, changed_by_forward=(), **options) -> None:
-        super().__init__(device, changed_by_forward)
-        SafetensorsWriter(Path(), **options)  # raises now, and not at the first save
-        self.options = options
+        super().__init__(device, changed_by_forward, writer=ExportWriter(options))
 
-    def write(self, state: dict, directory: Path) -> None:
-        writer = SafetensorsWriter(directory, **self.options)
-        group = self.groups[0] if self.groups else None
-        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
-
-    def begin(self, job: Job, aside: Path) -> tuple:
-        ours = super().begin(job, aside)
-        if self.rank == 0:
-            end_replacement(job.directory)
-            refuse_unless_export(job.directory)
-        return ours
-
-    def commit(self, aside: Path, directory: Path) -> None:
-        """Give the export its name, in place of an older one, as after a restart.
-
-        What else lies in the directory, such as a tokenizer, stays there.
-        """
-        if self.rank == 0:
-            refuse_unless_export(directory)  # once more: others may have written meanwhile
-            if directory.exists():
-                directory.rename(older_of(directory))
-        super().commit(aside, directory)
-        if self.rank == 0:
-            end_replacement(directory)
+    def save(self, state_dict: dict, where: Path | str) -> Future:
+        return super().save(state_dict, ExportFolder(self.working_directory / where))
 
 
 def refuse_unless_export(directory: Path) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.2.1, overlap_recipes/checkpoint/manager.py
-"""Checkpoints of a job in one object: saves beside training, retention, resume, preemption."""
+"""Checkpoints of a job in one object: saves during training, retention, resume, preemption."""
 
 import atexit
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from .forgotten import Forgotten
+from .kept import Checkpoint, check_kept, load_newest
 from .preemption import AGAIN, Preemption
-from .saves import CALLING, is_end_of_job
+from .saves import Saves, is_end_of_job
 from .state import DifferingRanks, TrainingState
 from .stores import store_of
 
@@ -29,29 +30,10 @@ WRAPPERS = {  # by the private name of what is inside, in the order in which tor
     "_fsdp_wrapped_module": "FullyShardedDataParallel",
     "_orig_mod": "torch.compile",
 }
-WRAPPED = (
-    "%s is %s around %s: torch saves it under names that it cannot load. Wrap it in another order: "
-    "torch.compile(FullyShardedDataParallel(checkpoint_wrapper(layer))) can be loaded"
-)
-NOTHING_TO_TRAIN = (
-    "rank %s holds nothing of what optimizer %s trains, so that it has no state there, and "
-    "FullyShardedDataParallel cannot save it: shard each layer by itself (auto_wrap_policy), or "
-    "use fully_shard"
-)
-NOT_SHARED = (
-    "ranks %s do not see in %s what rank 0 has written there, and no checkpoint would be whole: "
-    "give a directory that all ranks see, or a URL of a store; of each host's own disk, say "
-    "on_each_host=True"
-)
-NO_GROUP = (
-    "this is one of %s ranks, as WORLD_SIZE says, without a process group, and each would save as "
-    "if it were the only one: call torch.distributed.init_process_group first. If this job is "
-    "alone, and its launcher has started others beside it: del os.environ['WORLD_SIZE']"
-)
 
 
 class CheckpointManager:
-    """Saves ``state`` beside training, keeps the newest checkpoints, resumes from them.
+    """Saves ``state`` during training, keeps the newest checkpoints, resumes from them.
 
     A context manager around the training loop, on all ranks or in one process::
 
@@ -79,9 +61,6 @@ class CheckpointManager:
         state: what is saved.
         keep_last: how many of the newest checkpoints stay.
         keep_every: steps that it divides stay, too; 0: none.
-        on_each_host: ``root`` is a directory of each host's own disk. Each host holds the files of
-            its ranks and a copy of those of the host before. A restart gathers the newest
-            checkpoint that the hosts have between them.
         grace_s: seconds from SIGTERM to SIGKILL. From here to the end of the block SIGTERM does
             not end the process: ``preempted`` says that it came, and 2 s before the time is over
             the process ends by ``TOO_LATE`` (86). None: SIGTERM is left alone.
@@ -98,17 +77,14 @@ class CheckpointManager:
         TypeError: ``state`` is no ``TrainingState``, or its model has ``checkpoint_wrapper`` right
             around ``FullyShardedDataParallel``, or one of both right around ``torch.compile``.
         ValueError: a setting has no meaning; on another than the main thread, ``grace_s`` must be
-            None; ``root`` is a URL as a ``Path``. ``on_each_host`` needs a process group, no URL,
-            and two checkpoints to keep; without torchrun's LOCAL_WORLD_SIZE, hosts need equal
-            numbers of ranks, that follow each other.
+            None; ``root`` is a URL as a ``Path``, or has credentials.
         ImportError: ``root`` is a URL, and fsspec is not installed.
         RuntimeError: on entry, on all ranks. WORLD_SIZE is above 1, and there is no process group.
             Of ``FullyShardedDataParallel``: a rank holds nothing of what an optimizer trains.
-            Of a directory or a URL: a rank does not see what rank 0 writes there. Of a directory:
-            it cannot be made, another job writes to it, or its file system has no locks. Of a URL:
-            the store cannot be reached, or would take two checkpoints of one step.
-            Neither a URL nor a directory ``on_each_host`` is asked whether another job writes
-            there.
+            A rank does not see what rank 0 writes below the root. Of a directory: it cannot be
+            made, another job writes to it, or its file system has no locks. Of a URL: the store
+            cannot be reached, or would take two checkpoints of one step. A store has no locks:
+            a second job takes the root, and the first one's later saves fail.
     """
 
     def __init__(
@@ -118,7 +94,6 @@ class CheckpointManager:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
-        on_each_host: bool = False,
         grace_s: float | None = GRACE_S,
         host_bytes: int | None = None,
         write_threads: int | None = None,
@@ -128,17 +103,12 @@ class CheckpointManager:
         refuse_wrappers(state.model)
         if state.has_flat_parameters():
             state.reads_as_dcp = False  # to find it out gathers the model, on some ranks alone
-        settings = {
-            "device": device_of(state),
-            "changed_by_forward": state.model.buffers,
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "host_bytes": host_bytes,
-            "write_threads": write_threads,
-        }
+        check_kept(keep_last, keep_every)
         self.state = state
-        self.store = store_of(root, on_each_host, settings)
-        self.saves = self.store.saves
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.store = store_of(root)
+        self.saves = Saves(device_of(state), state.model.buffers, host_bytes, write_threads)
         self.preemption = None if grace_s is None else Preemption(grace_s)
         self.exit_code = 0
         self.newest_on_entry: int | None = None  # the step of a checkpoint below the root
@@ -152,15 +122,22 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         ranks = os.environ.get("WORLD_SIZE", "1")
         if ranks.isdigit() and int(ranks) > 1 and not dist.is_initialized():
-            raise RuntimeError(NO_GROUP % ranks)
+            raise RuntimeError(
+                f"this is one of {ranks} ranks, as WORLD_SIZE says, without a process group, and "
+                f"each would save as if it were the only one: call "
+                f"torch.distributed.init_process_group first. If this job is alone, and its "
+                f"launcher has started others beside it: del os.environ['WORLD_SIZE']"
+            )
         with ExitStack() as block:
             if self.preemption is not None:
                 block.enter_context(self.preemption)
+            block.callback(self.store.close)
+            self.saves.calling.on_first_rank(self.store.open)
             block.enter_context(self.saves)
             block.enter_context(self.forgotten)
             self.refuse_ranks_without_state()
             self.refuse_ranks_elsewhere()
-            self.newest_on_entry = self.newest_of_first_rank()
+            self.newest_on_entry = self.saves.calling.on_first_rank(self.newest_step)
             self.saves.prepare({"app": self.state})
             self.block = block.pop_all()
         self.entered_by = os.getpid()
@@ -171,44 +148,42 @@ class CheckpointManager:
         """Raise on all ranks where one has no part of what an optimizer trains, under FSDP1."""
         if not self.state.has_flat_parameters():
             return
-        of_ranks = self.saves.together(lambda: elements_trained(self.state), group=CALLING)
+        of_ranks = self.saves.calling.together(elements_trained, self.state)
         for number, of_optimizer in enumerate(zip(*of_ranks, strict=True)):
             if any(of_optimizer) and not all(of_optimizer):
-                raise RuntimeError(NOTHING_TO_TRAIN % (of_optimizer.index(0), number))
+                raise RuntimeError(
+                    f"rank {of_optimizer.index(0)} holds nothing of what optimizer {number} "
+                    f"trains, so that it has no state there, and FullyShardedDataParallel cannot "
+                    f"save it: shard each layer by itself (auto_wrap_policy), or use fully_shard"
+                )
 
     def refuse_ranks_elsewhere(self) -> None:
         """Raise on all ranks where one has another place than rank 0 under the name of the root."""
-
-        def on_first_rank(work: Callable, *args: object) -> object:
-            return work(*args) if self.saves.rank == 0 else None
-
-        together = self.saves.together
-        probe = together(on_first_rank, self.store.leave_probe, group=CALLING)[0]
+        talk = self.saves.calling
+        probe = talk.on_first_rank(self.store.leave_probe)
         try:
-            seen = together(self.store.sees, probe, group=CALLING)
+            seen = talk.together(self.store.sees, probe)
         finally:
-            together(on_first_rank, self.store.remove, probe, group=CALLING)
+            talk.on_first_rank(self.store.remove_probe, probe)
         elsewhere = [str(rank) for rank, sees in enumerate(seen) if not sees]
         if elsewhere:
-            raise RuntimeError(NOT_SHARED % (", ".join(elsewhere), self.store.root))
+            raise RuntimeError(
+                f"ranks {', '.join(elsewhere)} do not see in {self.store.root} what rank 0 has "
+                f"written there, and no checkpoint would be whole: give a directory that all ranks "
+                f"see, or a URL of a store"
+            )
 
-    def newest_of_first_rank(self) -> int | None:
-        def newest() -> int | None:
-            if self.saves.rank != 0:
-                return None
-            return max(self.store.steps(), default=None)
-
-        of_ranks = self.saves.together(newest, group=CALLING)
-        return of_ranks[0]
+    def newest_step(self) -> int | None:
+        return max(self.store.steps(), default=None)
 
     @torch.inference_mode(False)
     def resume(self, step: int | None = None, skip: Iterable[str] = ()) -> int:
         """Load the newest whole checkpoint; all ranks call it, before the first step.
 
         Checkpoints that are newer than what is loaded get another name (``.set-aside-``), under
-        which they are found no more. So does one in a shared directory whose bytes turn out to be
-        others than were saved, and the one before it is loaded. ``on_each_host`` looks at sizes
-        alone, and deletes newer ones that the hosts have no more between them.
+        which they are found no more. So does one whose bytes turn out to be others than were saved,
+        and the one before it is loaded. A store's checkpoints of versions before 0.3 have no
+        digests: of those sizes alone are compared.
 
         Args:
             step: load this one instead.
@@ -219,19 +194,17 @@ class CheckpointManager:
             The step of the checkpoint; 0 if there is none.
 
         Raises:
-            RuntimeError: behind a save; outside the block. In a directory: a rank does not see the
-                checkpoint, or not all files of that of ``step``. Of a URL: ``step`` is not there or
-                not as it was committed, no checkpoint is, or the store cannot be reached.
-            ValueError: it does not fit this job; the message lists what differs. ``step``
-                cannot be chosen ``on_each_host``.
-            DamagedCheckpoint: in a directory, no checkpoint is as it was saved, or bytes of that of
-                ``step`` are not. ``on_each_host``, the hosts have none with all of its files.
+            RuntimeError: behind a save; outside the block. The storage cannot be read; a rank does
+                not see the checkpoint, or that of ``step`` is not there or lacks files.
+            ValueError: it does not fit this job; the message lists what differs.
+            DamagedCheckpoint: no checkpoint is as it was saved, or bytes of that of ``step`` are
+                not.
             CheckpointException: the storage has failed on a rank.
         """
         self.saves.check_is_open()
         if self.latest_step is not None:
             raise RuntimeError("resume once, before the first save")
-        chosen = self.store.load({"app": self.state}, step, skip)
+        chosen = load_newest({"app": self.state}, self.store, step, skip)
         self.has_resumed = True
         if chosen is None:
             return 0
@@ -243,7 +216,7 @@ class CheckpointManager:
         return chosen
 
     def save(self, step: int) -> Future:
-        """Save the state as it is now, beside training; all ranks call it with the same step.
+        """Save the state as it is now, during training; all ranks call it with the same step.
 
         The step that was saved last is not saved again: the call returns when that save has ended.
         Gradients are not saved: a warning says if there are some that no optimizer has used, and
@@ -273,8 +246,9 @@ class CheckpointManager:
             return self.latest
         self.forgotten.look(number)
         self.state.step = number
+        target = Checkpoint(self.store, number, self.keep_last, self.keep_every)
         try:
-            self.latest = self.store.save({"app": self.state}, number)
+            self.latest = self.saves.save({"app": self.state}, target)
         except DifferingRanks:  # of the save before; this one is under way
             self.latest = self.saves.latest
             self.latest_step = number
@@ -323,7 +297,7 @@ class CheckpointManager:
         if os.getpid() != self.entered_by:  # a forked process, which has no thread that saves
             return
         LOG.error(
-            "the script ends beside the save of step %s; nobody has left the manager: use `with`",
+            "the script ends during the save of step %s; nobody has left the manager: use `with`",
             self.latest_step,
         )
         with suppress(Exception):  # the save logs why it failed
@@ -350,7 +324,11 @@ def refuse_wrappers(model: nn.Module) -> None:
             if from_inside.index(outer) < from_inside.index(inner):
                 shown = [part for part in name.split(".") if part not in WRAPPERS]
                 where = ".".join(shown) or "the model"
-                raise TypeError(WRAPPED % (where, WRAPPERS[outer], WRAPPERS[inner]))
+                raise TypeError(
+                    f"{where} is {WRAPPERS[outer]} around {WRAPPERS[inner]}: torch saves it under "
+                    f"names that it cannot load. Wrap it in another order: torch.compile("
+                    f"FullyShardedDataParallel(checkpoint_wrapper(layer))) can be loaded"
+                )
 
 
 def name_inside(module: nn.Module) -> str | None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 AGAIN = 85  # exit code: saved, start me again
+MARGIN_S = 2.0  # before SIGKILL
 TOO_LATE = 86  # exit code: start me again; no time for the last save, older checkpoints are whole
 
 
@@ -24,8 +25,7 @@ class Preemption:
     """Watch for SIGTERM and agree on the last step; a context manager around the loop.
 
     Args:
-        grace_s: seconds from SIGTERM to SIGKILL.
-        margin_s: how many seconds before SIGKILL this process gives up.
+        grace_s: seconds from SIGTERM to SIGKILL; this process gives up 2 s before that.
 
     Construct it on the main thread of every rank, as early as you can. Enter it when the process
     group exists. It acts in this process alone: in a forked child, such as a worker of a pool or of
@@ -35,8 +35,8 @@ class Preemption:
         ValueError: this is not the main thread.
     """
 
-    def __init__(self, grace_s: float, margin_s: float = 2.0) -> None:
-        self.leave_s = grace_s - margin_s
+    def __init__(self, grace_s: float) -> None:
+        self.leave_s = grace_s - MARGIN_S
         self.asked = False  # this rank, by SIGTERM
         self.answer = False
         self.is_answered = False  # in this step

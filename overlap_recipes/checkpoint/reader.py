@@ -74,16 +74,25 @@ class OpenFile:
 
     def __init__(self, path: Path, digests: Digests | None) -> None:
         self.path = path
-        self.digests = digests
-        self.block = digests.block if digests else 1
         self.descriptor = os.open(path, os.O_RDONLY)
         self.nbytes = os.fstat(self.descriptor).st_size
+        self.take_digests(digests)
+
+    def take_digests(self, digests: Digests | None) -> None:
+        self.digests = digests
+        self.block = digests.block if digests else 1
         if digests is not None and self.nbytes != digests.nbytes:
             self.close()
-            raise DamagedCheckpoint(f"{path}: {self.nbytes} bytes, {digests.nbytes} were saved")
+            raise DamagedCheckpoint(
+                f"{self.path}: {self.nbytes} bytes, {digests.nbytes} were saved"
+            )
 
     def close(self) -> None:
         os.close(self.descriptor)
+
+    def read_some(self, memory: memoryview, begin: int) -> int:
+        """Fill the beginning of ``memory`` with bytes from ``begin`` on; return how many."""
+        return os.preadv(self.descriptor, [memory], begin)
 
     def read_into(self, memory: memoryview, begin: int, name: str) -> None:
         """Fill ``memory`` with the bytes from ``begin`` on: whole blocks.
@@ -93,7 +102,7 @@ class OpenFile:
         """
         got = 0
         while got < len(memory):
-            count = os.preadv(self.descriptor, [memory[got:]], begin + got)
+            count = self.read_some(memory[got:], begin + got)
             if count == 0:
                 end = begin + got
                 raise DamagedCheckpoint(f"{self.path} ends at byte {end}, within {name}")
@@ -194,14 +203,14 @@ class Reader(dcp.FileSystemReader):
 
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
-        self.manifests = Manifests(Path(self.path))
+        self.manifests = manifests_in(Path(self.path))
         self.metadata: Metadata | None = None
         self.read_bytes = 0
         self.other_bytes = 0
 
     def reset(self, checkpoint_id: Path | str | None = None) -> None:
         super().reset(checkpoint_id)
-        self.manifests = Manifests(Path(self.path))
+        self.manifests = manifests_in(Path(self.path))
         self.metadata = None
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
@@ -226,16 +235,7 @@ class Reader(dcp.FileSystemReader):
 
     def checked_metadata(self) -> Metadata:
         path = Path(self.path, METADATA)
-        data = path.read_bytes()
-        digests = self.manifests.digests(METADATA)
-        if digests is not None:
-            if len(data) != digests.nbytes:
-                raise DamagedCheckpoint(f"{path}: {len(data)} bytes, {digests.nbytes} were saved")
-            digests.check(str(path), 0, memoryview(data))
-        try:
-            return unpickled_metadata(data)
-        except Exception as error:
-            raise RuntimeError(f"{path} cannot be read: {error!r}") from error
+        return metadata_of(str(path), path.read_bytes(), self.manifests)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args, **kwargs):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
@@ -396,6 +396,29 @@ class Reader(dcp.FileSystemReader):
             share(plan.items, 1, lambda: read, path_of)
         finally:
             self.fs = own
+
+
+def manifests_in(directory: Path) -> Manifests:
+    names = [path.name for path in directory.glob("*")]
+    return Manifests(str(directory), names, lambda name: (directory / name).open("rb"))
+
+
+def metadata_of(path: str, data: bytes, manifests: Manifests) -> Metadata:
+    """The list of contents that ``data``, which was read from ``path``, holds.
+
+    Raises:
+        DamagedCheckpoint: it has changed since it was saved.
+        RuntimeError: it is none, or of a torch that is not known here.
+    """
+    digests = manifests.digests(METADATA)
+    if digests is not None:
+        if len(data) != digests.nbytes:
+            raise DamagedCheckpoint(f"{path}: {len(data)} bytes, {digests.nbytes} were saved")
+        digests.check(path, 0, memoryview(data))
+    try:
+        return unpickled_metadata(data)
+    except Exception as error:
+        raise RuntimeError(f"{path} cannot be read: {error!r}") from error
 
 
 def current_stream():

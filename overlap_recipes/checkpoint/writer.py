@@ -6,27 +6,30 @@ import ctypes
 import io
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from threading import Thread
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, WriteResult, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from .copies import form
 from .state import SMALL, is_staged, shard_of
+from .stores.store import Target
+from .talk import Talk
 
 # Private by name: ``_StorageInfo``. ``.metadata`` is made of it, and DCP's reader expects it.
 
 FILES = 8  # of a rank; a thread writes one at a time
 PIECE = 256 << 20  # bytes that one system call writes at most
+BUFFERS = os.sysconf("SC_IOV_MAX")  # that one system call writes at most
 
 
 class WithoutTensor(io.BytesIO):
@@ -119,8 +122,47 @@ def is_small_replica(item: WriteItem) -> bool:
     return what.size.numel() * what.properties.dtype.itemsize <= SMALL
 
 
+class InMemory(FileSystem):
+    """Keeps the one file that DCP's writer writes at the end of a plan: the list of contents."""
+
+    def __init__(self) -> None:
+        self.file = io.BytesIO()
+
+    @contextmanager
+    def create_stream(self, path: object, mode: str) -> Iterator[io.BytesIO]:
+        self.file = io.BytesIO()
+        yield self.file
+
+    def mkdir(self, path: object) -> None: ...
+
+    def exists(self, path: object) -> bool:
+        return False
+
+    def rename(self, path: object, new_path: object) -> None: ...
+
+    def rm_file(self, path: object) -> None: ...
+
+
 class Layout(dcp.FileSystemWriter):
-    """The place of each tensor of this rank in its files; on rank 0 also ``.metadata``."""
+    """The place of each tensor of this rank in its files; on rank 0 also ``.metadata``.
+
+    Args:
+        place: of the files, for whoever asks DCP where it writes.
+    """
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place, sync_files=False)
+        self.fs = InMemory()
+        self.names: list[str] = []  # of the files
+        self.files: list[list[WriteItem]] = []  # staged tensors, by file
+        self.ends: list[int] = []  # bytes of tensors in each file
+        self.others: list[WriteItem] = []  # what is serialised again for each save
+        self.metadata: Metadata | None = None
+        self.places: list[list[WriteResult]] = []  # of all ranks' tensors
+        self.last_others: list[list[WriteResult]] | None = None
+        self.last_metadata = b""
+        self.made_for: tuple = ()
+        self.forget()
 
     def write_data(self, plan, planner) -> torch.futures.Future:
         """Write nothing: give every staged tensor its place, and return the places."""
@@ -134,9 +176,10 @@ class Layout(dcp.FileSystemWriter):
         tensors.sort(key=lambda pair: pair[0].nbytes, reverse=True)
         writers = min(FILES, 1 + sum(tensor.nbytes for tensor, _ in tensors) // PIECE)
         self.names = [f"{plan.storage_data.prefix}{n}.distcp" for n in range(writers)]
-        self.files, self.ends = [[] for _ in self.names], [0 for _ in self.names]
-        self.forget()
-        self.last_others, places, results = None, {}, []
+        self.files = [[] for _ in self.names]
+        self.ends = [0 for _ in self.names]
+        places: dict[tuple, _StorageInfo] = {}
+        results = []
         for tensor, item in tensors:
             memory = memory_of(tensor)
             if memory not in places:
@@ -159,49 +202,57 @@ class Layout(dcp.FileSystemWriter):
 
     def finish(self, metadata, results) -> None:
         """On rank 0: keep the part of ``.metadata`` that does not change."""
-        self.metadata, self.places = metadata, results
+        self.metadata = metadata
+        self.places = results
 
-    def write_metadata(self, directory: Path, others: list[list[WriteResult]]) -> None:
-        """Write ``.metadata``: the last one again, unless a place has changed."""
-        file = directory / ".metadata"
+    def metadata_with(self, others: list[list[WriteResult]]) -> bytes:
+        """The bytes of ``.metadata``: the last ones again, unless a place has changed."""
         if others != self.last_others:
-            self.reset(directory)
             super().finish(self.metadata, self.places + others)
-            self.last_others, self.last_metadata = others, file.read_bytes()
-        write_file(file, [(0, len(self.last_metadata), [self.last_metadata])])
-        sync(directory)
+            self.last_others = others
+            self.last_metadata = self.fs.file.getvalue()
+        return self.last_metadata
 
-    def pieces(self, planner, items: list) -> list[tuple[int, int, list]]:
-        """The calls that write ``items``, found by ``planner``: offset, bytes, buffers."""
-        pieces, offset, size, buffers = [], 0, 0, []
+    def pieces(self, planner, items: list[WriteItem]) -> list["Piece"]:
+        """The calls that write ``items``, found by ``planner``."""
+        pieces = [Piece()]
         for item in items:
             tensor = planner.shard(item)
             head, tail = around(tensor.shape, tensor.dtype)
             memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
             cuts = [memory[start : start + PIECE] for start in range(0, tensor.nbytes, PIECE)]
             for part in (head, *cuts, tail):
-                if size + len(part) > PIECE or len(buffers) == os.sysconf("SC_IOV_MAX"):
-                    pieces.append((offset, size, buffers))
-                    offset, size, buffers = offset + size, 0, []
-                size += len(part)
-                buffers.append(part)
-        return pieces + [(offset, size, buffers)]
+                if not pieces[-1].has_room(len(part)):
+                    pieces.append(Piece())
+                pieces[-1].add(part)
+        return pieces
 
 
-def write_file(path: Path, pieces: list[tuple[int, int, list]]) -> None:
+@dataclass
+class Piece:
+    """What one call writes: buffers that lie behind each other in a file."""
+
+    nbytes: int = 0
+    buffers: list = field(default_factory=list)
+
+    def has_room(self, nbytes: int) -> bool:
+        return self.nbytes + nbytes <= PIECE and len(self.buffers) < BUFFERS
+
+    def add(self, buffer: bytes | bytearray | memoryview) -> None:
+        self.buffers.append(buffer)
+        self.nbytes += len(buffer)
+
+
+def write_file(target: Target, name: str, pieces: list[Piece]) -> None:
     """Write a file and return when the storage has it."""
-    with open(path, "wb") as stream:
-        file = stream.fileno()
-        for offset, size, buffers in pieces:
-            written = os.pwritev(file, buffers, offset)
-            while written < size:  # some file systems take less at a time
-                rest = memoryview(b"".join(buffers))[written:]
-                written += os.pwrite(file, rest, offset + written)
-        os.fsync(file)
+    with target.create(name) as sink:
+        for piece in pieces:
+            if piece.nbytes:
+                sink.write(piece.nbytes, piece.buffers)
 
 
-def write_files(files: list[tuple[Path, list]], threads: int) -> None:
-    """Write ``files``, paths and pieces, on so many threads; this one is among them.
+def write_files(target: Target, files: list[tuple[str, list[Piece]]], threads: int) -> None:
+    """Write ``files``, names and pieces, on so many threads; this one is among them.
 
     So it works at the end of the program, too, when no thread can be started any more.
     """
@@ -211,11 +262,11 @@ def write_files(files: list[tuple[Path, list]], threads: int) -> None:
     def write_those_left() -> None:
         while True:
             try:
-                path, pieces = left.pop()  # in one step: no two threads get the same
+                name, pieces = left.pop()  # in one step: no two threads get the same
             except IndexError:
                 return
             try:
-                write_file(path, pieces)
+                write_file(target, name, pieces)
             except BaseException as error:
                 errors.append(error)
 
@@ -232,13 +283,6 @@ def write_files(files: list[tuple[Path, list]], threads: int) -> None:
         other.join()
     if errors:
         raise errors[0]
-
-
-def sync(directory: Path) -> None:
-    """Return when the storage has the directory's entries."""
-    file = os.open(directory, os.O_RDONLY)
-    os.fsync(file)
-    os.close(file)
 
 
 def serialised(data: io.BytesIO | torch.Tensor) -> bytes:
@@ -279,18 +323,14 @@ class FileWriter:
     """Writes states of one layout again and again; plans anew where a state has another.
 
     Args:
-        together: calls a function on all ranks, returns all results, and raises on all ranks if it
-            failed on one.
-        group: of ``together``, for DCP's planning; None without a process group.
+        folder: below each target, for what is written there by several.
 
     Attributes:
         plans: how many plans were made.
     """
 
-    def __init__(self, together: Callable[..., list], group: dist.ProcessGroup | None) -> None:
-        self.together = together
-        self.group = group
-        self.is_first_rank = group is None or dist.get_rank() == 0
+    def __init__(self, folder: str = "") -> None:
+        self.folder = folder
         self.layout: Layout | None = None
         self.plans = 0
 
@@ -299,95 +339,138 @@ class FileWriter:
         if self.layout is not None:
             self.layout.forget()
 
-    def write(self, state: dict, directory: Path, threads: int) -> None:
+    def write(self, state: dict, target: Target, talk: Talk, threads: int) -> None:
         """Write this rank's part of ``state`` with so many threads. Every rank calls it."""
-        self.plan(state, directory)
-        others = self.together(self.write_files, directory, threads)
-        if self.is_first_rank:
-            self.layout.write_metadata(directory, others)
+        planner = self.plan(state, self.below(target.place), talk)
+        others = talk.together(self.write_files, planner, target, threads)
+        if talk.rank == 0:
+            metadata = Piece()
+            metadata.add(self.layout.metadata_with(others))
+            write_file(target, self.named(".metadata"), [metadata])
 
-    def prepare(self, state: dict) -> None:
+    def below(self, place: str) -> str:
+        return f"{place}/{self.folder}" if self.folder else place
+
+    def named(self, name: str) -> str:
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def prepare(self, state: dict, talk: Talk) -> None:
         """Plan before there is anything to write."""
-        directory = Path(tempfile.mkdtemp())
+        directory = tempfile.mkdtemp()
         try:
-            self.plan(state, directory)
+            self.plan(state, directory, talk)
         finally:
-            directory.rmdir()
+            Path(directory).rmdir()
 
-    def plan(self, state: dict, directory: Path) -> None:
-        """Let DCP plan the write of ``state``, unless all ranks know its layout."""
-        if any(self.together(self.arrange, state)):
-            if self.is_known:  # another rank needs a new one
-                self.take_apart(state)
-            layout = Layout(directory)
-            planner = Planner()
-            group = {"process_group": self.group, "no_dist": self.group is None}
-            dcp.save(state, storage_writer=layout, planner=planner, **group)
-            layout.made_for = self.described()
+    def plan(self, state: dict, place: str, talk: Talk) -> Planner:
+        """Let DCP plan the write of ``state``, unless all ranks know its layout.
+
+        Returns:
+            A planner that finds what is written.
+        """
+        found: list[Arranged] = []
+
+        def needs_plan() -> bool:
+            found.append(self.arranged(state))
+            return found[0].needs_plan
+
+        a_rank_needs_plan = any(talk.together(needs_plan))
+        arranged = found[0]
+        planner = arranged.planner
+        if a_rank_needs_plan:
+            if arranged.is_known:  # another rank needs a new one
+                planner = taken_apart(state)
+            layout = Layout(place)
+            group = {"process_group": talk.group, "no_dist": talk.group is None}
+            dcp.save(state, storage_writer=layout, planner=Planner(), **group)
+            layout.made_for = described(planner)
             self.layout = layout
             self.plans += 1
-        self.remember()
+        self.remember(planner, arranged.outline)
+        return planner
 
-    def arrange(self, state: dict) -> bool:
-        """Whether this rank's state needs another layout than the kept one.
+    def arranged(self, state: dict) -> "Arranged":
+        """How this rank's state relates to the kept layout.
 
         A state that has the outline of the last one is not taken apart: DCP's planner holds the
         interpreter for 30 ms to give names to 2,300 tensors, and training needs it.
         """
         layout = self.layout
-        found: list = []
-        outline(state, found)
-        self.outline = tuple(found)
-        self.is_known = layout is not None and self.outline == layout.outline
-        if not self.is_known:
-            self.take_apart(state)
-            return layout is None or self.described() != layout.made_for
-        self.planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.planner.set_up_planner(state)
+        parts: list = []
+        outline(state, parts)
+        own_outline = tuple(parts)
+        if layout is None or own_outline != layout.outline:
+            planner = taken_apart(state)
+            needs_plan = layout is None or described(planner) != layout.made_for
+            return Arranged(planner, own_outline, False, needs_plan)
+        planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(state)
         names = [item.index.fqn for item in layout.others]
-        self.planner.state_dict = {name: element(state, layout.paths[name]) for name in names}
-        return False
+        planner.state_dict = {name: element(state, layout.paths[name]) for name in names}
+        return Arranged(planner, own_outline, True, False)
 
-    def take_apart(self, state: dict) -> None:
-        """Let DCP's planner give names to all that is in ``state``."""
-        self.planner = Planner()
-        self.planner.set_up_planner(state)
-
-    def described(self) -> tuple:
-        """All that a layout depends on: paths, forms, and which names have the same memory."""
-        forms = []
-        numbers: dict[tuple, int] = {}
-        shared = []
-        for name, leaf in self.planner.state_dict.items():
-            forms.append((name, decides(name, leaf)))
-            if is_staged(leaf):
-                memory = memory_of(shard_of(leaf))
-                shared.append(numbers.setdefault(memory, len(numbers)))
-        return tuple(self.planner.mappings.items()), forms, shared
-
-    def remember(self) -> None:
+    def remember(self, planner: Planner, own_outline: tuple) -> None:
         """Keep the system calls that write this state, for the next time."""
         layout = self.layout
-        if self.outline == layout.outline:
+        if own_outline == layout.outline:
             return
-        layout.outline = self.outline
-        layout.leaves = self.planner.state_dict  # alive, so the ids in the outline stay theirs
-        layout.paths = self.planner.mappings
-        layout.calls = [layout.pieces(self.planner, items) for items in layout.files]
+        layout.outline = own_outline
+        layout.leaves = planner.state_dict  # alive, so the ids in the outline stay theirs
+        layout.paths = planner.mappings
+        layout.calls = [layout.pieces(planner, items) for items in layout.files]
 
-    def write_files(self, directory: Path, threads: int) -> list[WriteResult]:
-        """Write this rank's files; return the places of what is serialised anew."""
+    def write_files(self, planner: Planner, target: Target, threads: int) -> list[WriteResult]:
+        """Write this rank's files; return the places of what is serialised again."""
         layout = self.layout
         tail = bytearray()
         places = []
         for item in layout.others:
-            data = serialised(self.planner.resolve_data(item))
+            data = serialised(planner.resolve_data(item))
             place = _StorageInfo(layout.names[0], layout.ends[0] + len(tail), len(data))
             places.append(WriteResult(item.index, len(data), place))
             tail += data
-        first = [*layout.calls[0], (layout.ends[0], len(tail), [tail])]
-
-        directory.mkdir(parents=True, exist_ok=True)
-        paths = [directory / name for name in layout.names]
-        write_files(list(zip(paths, [first, *layout.calls[1:]], strict=True)), threads)
+        last = Piece()
+        last.add(tail)
+        calls = [[*layout.calls[0], last], *layout.calls[1:]]
+        files = []
+        for name, pieces in zip(layout.names, calls, strict=True):
+            files.append((self.named(name), pieces))
+        write_files(target, files, threads)
         return places
+
+
+@dataclass
+class Arranged:
+    """How a state relates to a kept layout.
+
+    Attributes:
+        planner: finds what is written; all of it, unless the state is known.
+        outline: of the state.
+        is_known: it has the outline of the last one that was written.
+        needs_plan: it has another layout.
+    """
+
+    planner: Planner
+    outline: tuple
+    is_known: bool
+    needs_plan: bool
+
+
+def taken_apart(state: dict) -> Planner:
+    """DCP's planner with names for all that is in ``state``."""
+    planner = Planner()
+    planner.set_up_planner(state)
+    return planner
+
+
+def described(planner: Planner) -> tuple:
+    """All that a layout depends on: paths, forms, and which names have the same memory."""
+    forms = []
+    numbers: dict[tuple, int] = {}
+    shared = []
+    for name, leaf in planner.state_dict.items():
+        forms.append((name, decides(name, leaf)))
+        if is_staged(leaf):
+            memory = memory_of(shard_of(leaf))
+            shared.append(numbers.setdefault(memory, len(numbers)))
+    return tuple(planner.mappings.items()), forms, shared

@@ -16,9 +16,13 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from ..checkpoint.preparation import AskedLater
 from ..checkpoint.reader import Reader
-from ..checkpoint.saves import AskedLater, Saves
+from ..checkpoint.saves import Saves
 from ..checkpoint.state import digest
+from ..checkpoint.stores.store import Target
+from ..checkpoint.talk import Talk
+from ..checkpoint.writer import FileWriter
 
 LOADS_SHARDS = "lightning.fabric.strategies.model_parallel._distributed_checkpoint_load"
 REST = "rest_of_ranks"  # what Lightning keeps in meta.pt, of each rank
@@ -28,14 +32,24 @@ OTHER_RANKS = (
 )
 
 
-class LightningSaves(Saves):
-    def write(self, state: dict, directory: Path) -> None:
-        super().write(state["sharded"], directory)
-        if self.rank == 0:
-            (directory / "meta.pt").write_bytes(state["meta"].getvalue())
+class LightningFiles:
+    """Writes the checkpoints that Lightning loads; see ``Writer`` of ``checkpoint.writing``."""
 
-    def prepare_files(self, state: dict) -> None:
-        super().prepare_files(state["sharded"])
+    def __init__(self) -> None:
+        self.files = FileWriter()
+
+    def prepare(self, state: dict, talk: Talk) -> None:
+        self.files.prepare(state["sharded"], talk)
+
+    def write(self, state: dict, target: Target, talk: Talk, threads: int) -> None:
+        self.files.write(state["sharded"], target, talk, threads)
+        if talk.rank == 0:
+            content = state["meta"].getvalue()
+            with target.create("meta.pt") as sink:
+                sink.write(len(content), [content])
+
+    def forget(self) -> None:
+        self.files.forget()
 
 
 def load_shards(state: dict, path: Path) -> None:
@@ -74,7 +88,8 @@ class OverlappedStrategy(ModelParallelStrategy):
 
     def setup(self, trainer) -> None:
         super().setup(trainer)
-        self.saves = LightningSaves(self.root_device, self.model.buffers).__enter__()
+        saves = Saves(self.root_device, self.model.buffers, writer=LightningFiles())
+        self.saves = saves.__enter__()
         whole = False
         for callback in trainer.checkpoint_callbacks:
             callback.file_exists = self.file_exists

@@ -19,16 +19,15 @@ from ..checkpoint.reader import Reader
 from ..checkpoint.saves import Saves
 from ..checkpoint.state import digest
 
+ADVICE = "give each rank's state a name of its own, as torchtitan's loaders do (dp_rank_0)"
 
-class TorchtitanSaves(Saves):
-    ADVICE = "give each rank's state a name of its own, as torchtitan's loaders do (dp_rank_0)"
 
-    def shared(self, state: dict) -> dict[str, str]:
-        """Digests of what is no tensor; the optimizer's settings are those of the schedulers."""
-        found: dict[str, str] = {}
-        for name in state.keys() - {OPTIMIZER}:
-            add_digests(state[name], name, found)
-        return found
+def digests_without_tensors(state: dict) -> dict[str, str]:
+    """Digests of what is no tensor; the optimizer's settings are those of the schedulers."""
+    found: dict[str, str] = {}
+    for name in state.keys() - {OPTIMIZER}:
+        add_digests(state[name], name, found)
+    return found
 
 
 def add_digests(tree: object, name: str, found: dict[str, str]) -> None:
@@ -52,8 +51,12 @@ class OverlappedCheckpointManager(CheckpointManager):
         if self.enable:
             if config.async_mode == "async_with_pinned_mem" or "://" in self.folder:
                 raise ValueError("needs async_mode 'async' or 'disabled', and a folder on disk")
-            device = next(model_parts[0].parameters()).device
-            saves = TorchtitanSaves(device, lambda: [b for m in model_parts for b in m.buffers()])
+            saves = Saves(
+                next(model_parts[0].parameters()).device,
+                torch.nn.ModuleList(model_parts).buffers,
+                shared=digests_without_tensors,
+                advice=ADVICE,
+            )
             self.saves = self.block.enter_context(saves)
             if self.async_mode != AsyncMode.DISABLED:
                 self.saves.prepare(self._flattened_model_states_sd())

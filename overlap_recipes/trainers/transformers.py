@@ -18,38 +18,50 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import Trainer
 
+from ..checkpoint.preparation import AskedLater
 from ..checkpoint.reader import Reader
-from ..checkpoint.saves import AskedLater, Saves
+from ..checkpoint.saves import Saves
+from ..checkpoint.stores.directory import Folder
+from ..checkpoint.stores.store import Target
+from ..checkpoint.talk import Talk
 from ..checkpoint.writer import FileWriter
 
 STOCK_READER = "torch.distributed.checkpoint.FileSystemReader"  # accelerate makes one a load
 
 
-class TrainerSaves(Saves):
-    """Write the folders that accelerate loads, and beside them ``Trainer``'s small files."""
+class TrainerFiles:
+    """Writes the folders that accelerate loads; see ``Writer`` of ``checkpoint.writing``."""
 
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-        self.optimizer_files = FileWriter(self.together, self.files.group)
+    def __init__(self) -> None:
+        self.model = FileWriter("pytorch_model_fsdp_0")
+        self.optimizer = FileWriter("optimizer_0")
 
-    def write(self, state: dict, directory: Path) -> None:
-        super().write({"model": state["model"]}, directory / "pytorch_model_fsdp_0")
-        optimizer = {"optimizer": state["optimizer"]}
-        self.optimizer_files.write(optimizer, directory / "optimizer_0", self.threads)
-        shutil.copytree(state["files"], directory, dirs_exist_ok=True)
+    def prepare(self, state: dict, talk: Talk) -> None:
+        self.model.prepare({"model": state["model"]}, talk)
+        self.optimizer.prepare({"optimizer": state["optimizer"]}, talk)
+
+    def write(self, state: dict, target: Target, talk: Talk, threads: int) -> None:
+        self.model.write({"model": state["model"]}, target, talk, threads)
+        self.optimizer.write({"optimizer": state["optimizer"]}, target, talk, threads)
+        shutil.copytree(state["files"], target.place, dirs_exist_ok=True)
         shutil.rmtree(state["files"])
 
-    def prepare_files(self, state: dict) -> None:
-        super().prepare_files({"model": state["model"]})
-        self.optimizer_files.prepare({"optimizer": state["optimizer"]})
+    def forget(self) -> None:
+        self.model.forget()
+        self.optimizer.forget()
 
-    def commit(self, aside: Path, directory: Path) -> None:
-        if self.rank == 0 and directory.exists():  # of an earlier run, or a callback has made it
-            for name in set(os.listdir(directory)) - set(os.listdir(aside)):
-                (directory / name).rename(aside / name)
-            shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
-            directory.rename(f"{directory}.replaced")
-        super().commit(aside, directory)
+
+class TrainerFolder(Folder):
+    """Where a checkpoint keeps what another run, or a callback, has put there."""
+
+    def commit(self, files: dict[str, int]) -> None:
+        if self.directory.exists():
+            for name in set(os.listdir(self.directory)) - set(os.listdir(self.place)):
+                (self.directory / name).rename(Path(self.place, name))
+            older = Path(f"{self.directory}.replaced")
+            shutil.rmtree(older, ignore_errors=True)
+            self.directory.rename(older)
+        super().commit(files)
 
 
 class OverlappedTrainer(Trainer):
@@ -61,7 +73,7 @@ class OverlappedTrainer(Trainer):
         plugin = self.accelerator.is_fsdp2 and self.accelerator.state.fsdp_plugin
         if not plugin or "SHARDED" not in str(plugin.state_dict_type):
             raise ValueError("OverlappedTrainer needs FSDP2 and state_dict_type SHARDED_STATE_DICT")
-        saves = TrainerSaves(self.args.device, lambda: self.model.buffers())
+        saves = Saves(self.args.device, lambda: self.model.buffers(), writer=TrainerFiles())
         with tempfile.TemporaryDirectory() as self.aside, saves as self.saves:
             if self.args.save_strategy != "no":
                 self.prepare_saves()
@@ -94,7 +106,8 @@ class OverlappedTrainer(Trainer):
         super()._save_checkpoint(model, trial)
         files = Path(self.aside, f"checkpoint-{self.state.global_step}")
         state = {"model": self.model_state(), "optimizer": self.optimizer_state(), "files": files}
-        self.saves.save(state, root / files.name)
+        folder = TrainerFolder((root / files.name).absolute())
+        self.saves.save(state, folder)
 
     def _load_from_checkpoint(self, *args, **kwargs) -> None:
         with mock.patch(STOCK_READER, Reader):
@@ -121,4 +134,5 @@ def save_state(accelerator, saves, model, optimizer, aside: str, directory: Path
     ):
         accelerator.save_state(files := tempfile.mkdtemp(dir=aside))
     model, optimizer = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    saves.save({"model": model, "optimizer": optimizer, "files": files}, directory)
+    state = {"model": model, "optimizer": optimizer, "files": files}
+    saves.save(state, TrainerFolder(Path(directory).absolute()))

@@ -26,10 +26,10 @@ sys.path.insert(0, str(REPO / "recipes_source" / "checkpoint"))
 from export import read_all  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from overlap_recipes.checkpoint import Saves  # noqa: E402
 from overlap_recipes.checkpoint.export import (  # noqa: E402
     DTYPES,
     Exports,
+    ExportWriter,
     SafetensorsWriter,
     convert,
     end_replacement,
@@ -38,6 +38,7 @@ from overlap_recipes.checkpoint.export import (  # noqa: E402
     parts_of,
     weights,
 )
+from overlap_recipes.checkpoint.stores.directory import Folder  # noqa: E402
 
 SCRIPT = REPO / "tests" / "data" / "export_llama.py"
 
@@ -328,14 +329,14 @@ def test_a_job_that_died_in_a_commit_loses_nothing(tmp_path: Path, struck: str) 
     exported({"x": torch.zeros(3)}, hf)
     (hf / "tokenizer.json").write_text("{}")
     owner, step = {
-        "between the renames": (Saves, "commit"),
+        "between the renames": (Folder, "commit"),
         "behind them": (Path, "iterdir"),
     }[struck]
     exports = Exports("cpu")
     with mock.patch.object(owner, step, side_effect=KeyboardInterrupt), exports:
         with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
             exports.save({"x": torch.ones(3)}, hf).result()
-        exports.failures.clear()
+        exports.writing.failures.clear()
     assert hf.exists() == (struck == "behind them")
     assert exported({"x": torch.ones(3) * 2}, hf)["x"].sum() == 6
     assert (hf / "tokenizer.json").read_text() == "{}"
@@ -345,11 +346,11 @@ def test_a_job_that_died_in_a_commit_loses_nothing(tmp_path: Path, struck: str) 
 def test_a_directory_of_other_files_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-    with Exports("cpu") as exports, mock.patch.object(Exports, "write") as write:
+    with Exports("cpu") as exports, mock.patch.object(ExportWriter, "write") as write:
         saving = exports.save({"x": torch.ones(3)}, tmp_path / "hf")
         with pytest.raises(RuntimeError, match="has files and no export: export to another"):
             saving.result()
-        exports.failures.clear()
+        exports.writing.failures.clear()
     assert not write.called
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -361,7 +362,7 @@ def test_a_model_that_is_no_export_is_not_written_over(tmp_path: Path) -> None:
         saving = exports.save({"x": torch.ones(3)}, tmp_path)
         with pytest.raises(RuntimeError, match="model.safetensors is no export: move it"):
             saving.result()
-        exports.failures.clear()
+        exports.writing.failures.clear()
     assert not load_file(tmp_path / "model.safetensors")["x"].any()
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 

@@ -88,31 +88,30 @@ def test_a_compiled_model_resumes(tmp_path: Path) -> None:
     """Its own names have ``_orig_mod``, those in a checkpoint do not."""
     import torch
     import torch.distributed as dist
+    from kept_saves import KeptSaves, resume
 
-    from overlap_recipes.checkpoint import durable, restart
+    from overlap_recipes.checkpoint import TrainingState
 
-    def build(compiled: bool) -> restart.Run:
+    def build(compiled: bool) -> TrainingState:
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
         if compiled:
             model[0] = torch.compile(model[0], backend="eager")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        run = restart.Run(model, optimizer, schedule)
-        run.step = 1
-        return run
+        state = TrainingState(model, optimizer, schedule=schedule)
+        state.step = 1
+        return state
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         saved = build(compiled=True)
-        with durable.DurableSaves(torch.device("cpu")) as saves:
-            saves.save({"run": saved}, tmp_path / "step1")
+        with KeptSaves(tmp_path) as saves:
+            saves.save({"run": saved}, 1)
         for compiled in (True, False):
-            run, other = build(compiled), build(compiled)
-            assert restart.resume(run, tmp_path) == 1
-            restart.load_weights(other.model, tmp_path / "step1", {})
-            for model in (run.model, other.model):
-                pairs = zip(saved.model.parameters(), model.parameters(), strict=True)
-                assert all(torch.equal(a, b) for a, b in pairs)
+            state = build(compiled)
+            assert resume({"run": state}, tmp_path) == 1
+            pairs = zip(saved.model.parameters(), state.model.parameters(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
     finally:
         dist.destroy_process_group()
 
@@ -173,13 +172,12 @@ def test_the_command_lists_verifies_and_prunes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     import torch
+    from kept_saves import KeptSaves, steps_in
 
-    from overlap_recipes.checkpoint import durable
-
-    with durable.DurableSaves(torch.device("cpu")) as saves:
-        for step in range(1, 6):
-            saves.save({"x": torch.full((9,), step)}, tmp_path / "root" / f"step{step}")
     root = tmp_path / "root"
+    with KeptSaves(root) as saves:
+        for step in range(1, 6):
+            saves.save({"x": torch.full((9,), step)}, step)
 
     def command(*words: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["checkpoint", *words])
@@ -191,9 +189,9 @@ def test_the_command_lists_verifies_and_prunes(
     assert not code and said.count("whole") == 5 and "resume from: 5" in said, said
     code, said = command("prune", str(root), "--keep-last", "2", "--keep-every", "2", "--dry-run")
     assert not code and re.findall(r"step\d", said) == ["step3", "step1"], said
-    assert len(durable.committed_steps(root)) == 5
+    assert len(steps_in(root)) == 5
     assert not command("prune", str(root), "--keep-last", "2", "--keep-every", "2")[0]
-    assert durable.committed_steps(root) == [5, 4, 2]
+    assert steps_in(root) == [5, 4, 2]
     assert not command("verify", str(root))[0]
     exported = str(tmp_path / "hf")
     assert not command("export", str(root / "step5"), exported, "--prefix", "")[0]

@@ -20,9 +20,11 @@ from selection import REPO, edited_module, with_library
 pytest.importorskip("s3fs")
 PAGE = REPO / "recipes_source" / "checkpoint" / "saves_beside_training.py"
 
+from kept_saves import KeptSaves, resume, steps_in  # noqa: E402
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter  # noqa: E402
 
-from overlap_recipes.checkpoint import object_storage  # noqa: E402
+from overlap_recipes.checkpoint.stores import objects  # noqa: E402
+from overlap_recipes.checkpoint.stores.objects import Objects  # noqa: E402
 
 BIG = 3_000_000  # float32 numbers: three parts of the least size that S3 allows
 PART = 5 << 20
@@ -39,7 +41,7 @@ def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """A proxy before the server, as this process's S3; a bucket named ``bucket``."""
     proxy = Proxy(server)
     as_s3(proxy.url, monkeypatch)
-    fs, _ = object_storage.open_root("s3://bucket")
+    fs, _ = at_root("s3://bucket")
     if not fs.exists("bucket"):
         fs.mkdir("bucket")
     yield proxy
@@ -61,47 +63,45 @@ def as_s3(url: str, monkeypatch: pytest.MonkeyPatch, secret: str = SECRET) -> No
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(object_storage, "PIECE", PART)
+    monkeypatch.setattr(objects, "PIECE", PART)
     return "s3://bucket/" + re.sub(r"\W+", "-", request.node.name)
 
 
-def save(url: str, *steps: int, module=object_storage, numbers: int = 10) -> list:
+def at_root(url: str) -> tuple:
+    """The file system, and the path of ``url`` in it."""
+    return Objects(url).at_root()
+
+
+def save(url: str, *steps: int, store: Objects | None = None, numbers: int = 10) -> list:
     """Save each of ``steps`` in turn; return what each failed of, or None."""
-    with module.ObjectSaves(url, torch.device("cpu")) as saves:
+    with KeptSaves(store or url) as saves:
         uploads = [saves.save({"x": torch.full((numbers,), float(n))}, n) for n in steps]
         failed = [upload.exception() for upload in uploads]
-        saves.failures.clear()
+        saves.latest = None
     return failed
 
 
 def is_there(url: str, step: int, numbers: int = 10) -> bool:
     state = {"x": torch.zeros(numbers)}
-    object_storage.load(state, url, step)
+    resume(state, url, step)
     return bool((state["x"] == step).all())
 
 
 def unfinished(url: str) -> list:
-    fs, path = object_storage.open_root(url)
+    fs, path = at_root(url)
     bucket, _, prefix = path.partition("/")
     return [u for u in fs.list_multipart_uploads(bucket) if u["Key"].startswith(prefix)]
 
 
-def edited(tmp_path: Path, find: str, replace: str):
-    """The module with an edit."""
-    return edited_module(tmp_path, "checkpoint.object_storage", find, replace)
-
-
 def test_of_two_jobs_at_one_step_one_commits(proxy: Proxy, url: str) -> None:
-    with (
-        object_storage.ObjectSaves(url, torch.device("cpu")) as one,
-        object_storage.ObjectSaves(url, torch.device("cpu")) as other,
-    ):
-        uploads = [one.save({"x": torch.full((10,), 4.0)}, 4)]
-        uploads += [other.save({"x": torch.full((10,), 4.0)}, 4)]
-        failed = [upload.exception() for upload in uploads]
-        one.failures.clear(), other.failures.clear()
-    assert sum(failure is None for failure in failed) == 1, failed
-    assert "another writer was first" in str(failed)
+    """The newcomer; and whoever it is, a name is given once."""
+    with KeptSaves(url) as one, KeptSaves(url) as other:
+        failed = one.save({"x": torch.full((10,), 4.0)}, 4).exception()
+        other.save({"x": torch.full((10,), 4.0)}, 4).result()
+        one.latest = None
+        assert "another job has taken" in str(failed)
+        with pytest.raises(FileExistsError, match="another writer was first"):
+            other.store.commit(4, f"{url}/step4.0000beef", {})
     assert is_there(url, 4)
 
 
@@ -119,8 +119,9 @@ def test_a_commit_whose_answer_was_lost_is_ours(proxy: Proxy, url: str, tmp_path
 
     proxy.trouble = trouble
     assert save(url, 1) == [None] and is_there(url, 1) and lost
-    module = edited(tmp_path, *LOST_ANSWER)
-    assert "another writer" in str(save(f"{url}-edited", 1, module=module)), "the test is blind"
+    module = edited_module(tmp_path, "checkpoint.stores.objects", *LOST_ANSWER)
+    store = module.Objects(f"{url}-edited")
+    assert "another writer" in str(save("", 1, store=store)), "the test is blind"
 
 
 def test_a_server_that_has_a_bad_moment_now_and_then(proxy: Proxy, url: str) -> None:
@@ -148,8 +149,8 @@ def test_an_error_that_stays_fails_one_save(proxy: Proxy, url: str) -> None:
     proxy.trouble = trouble
     *failed, taken = save(url, *range(len(errors) + 1))
     assert all(ERRORS[e][1] in str(f) for e, f in zip(errors, failed, strict=True)), failed
-    assert taken is None and object_storage.committed(url) == [3] and is_there(url, 3)
-    fs, root = object_storage.open_root(url)
+    assert taken is None and steps_in(url) == [3] and is_there(url, 3)
+    fs, root = at_root(url)
     assert not fs.glob(f"{root}/step[012].*/*") and not unfinished(url)
 
 
@@ -163,17 +164,21 @@ def test_an_upload_that_breaks_leaves_nothing(proxy: Proxy, url: str) -> None:
     proxy.trouble = trouble
     failed = save(url, 1, 2, numbers=BIG)
     assert failed[0] is not None and failed[1] is None
-    assert object_storage.committed(url) == [2] and is_there(url, 2, BIG)
-    fs, root = object_storage.open_root(url)
+    assert steps_in(url) == [2] and is_there(url, 2, BIG)
+    fs, root = at_root(url)
     assert not fs.glob(f"{root}/step1.*/*.distcp") and not unfinished(url)
 
 
 KILLED = """
 import torch
-from overlap_recipes.checkpoint import object_storage
-object_storage.PIECE = {part}
-with object_storage.ObjectSaves({url!r}, torch.device("cpu")) as saves:
-    saves.save({{"x": torch.full(({numbers},), 2.0)}}, 2)
+from overlap_recipes.checkpoint import Saves
+from overlap_recipes.checkpoint.kept import Checkpoint
+from overlap_recipes.checkpoint.stores import objects
+objects.PIECE = {part}
+store = objects.Objects({url!r})
+store.open()
+with Saves("cpu") as saves:
+    saves.save({{"x": torch.full(({numbers},), 2.0)}}, Checkpoint(store, 2, 3, 0))
 """
 
 
@@ -188,13 +193,13 @@ def test_a_kill_in_an_upload_leaves_what_only_the_rule_removes(proxy: Proxy, url
         job.send_signal(signal.SIGKILL)
         job.wait()
     proxy.trouble = lambda method, path: None
-    assert object_storage.committed(url) == [1] and is_there(url, 1)
+    assert steps_in(url) == [1] and is_there(url, 1)
     assert len(unfinished(url)) == 1, "parts that no listing shows"
     assert save(url, 2, numbers=BIG) == [None] and is_there(url, 2, BIG)
 
     block = re.search(r"code-block:: json\n#\n((?:#     .*\n)+)", PAGE.read_text()).group(1)
     rules = json.loads(re.sub(r"^# ", "", block, flags=re.MULTILINE))
-    fs, _ = object_storage.open_root(url)
+    fs, _ = at_root(url)
     call = "put_bucket_lifecycle_configuration"
     fs.call_s3(call, Bucket="bucket", LifecycleConfiguration=rules)
     assert (
@@ -206,7 +211,7 @@ def test_credentials_stand_in_the_environment_alone(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="environment") as refused:
-        object_storage.open_root(f"s3://{KEY}:{SECRET}@bucket/run")
+        Objects(f"s3://{KEY}:{SECRET}@bucket/run")
     assert SECRET not in str(refused.value)
     as_s3(proxy.url, monkeypatch, secret="not-" + SECRET)
     with pytest.raises(RuntimeError, match="rank 0: PermissionError") as refused:
@@ -219,7 +224,7 @@ def test_a_store_that_takes_two_commits_is_refused(
 ) -> None:
     with rclone(tmp_path) as end_point:
         as_s3(end_point, monkeypatch)
-        fs, _ = object_storage.open_root("s3://bucket")
+        fs, _ = at_root("s3://bucket")
         fs.mkdir("bucket")
         with pytest.raises(RuntimeError, match="ignores If-None-Match"):
             save(url, 1)
@@ -240,13 +245,13 @@ def test_fsspec_writer_publishes_half_a_file(proxy: Proxy, url: str) -> None:
     state = {"a": [0.5] * 1000, "b": Breaks()}
     with pytest.raises(BaseException, match="no more"):
         dcp.save(state, storage_writer=FsspecWriter(url), no_dist=True)
-    fs, root = object_storage.open_root(url)
+    fs, root = at_root(url)
     assert fs.glob(f"{root}/*.distcp"), "it has learned to discard"
 
     assert save(f"{url}-ours", 1) == [None]
-    with object_storage.ObjectSaves(f"{url}-ours", torch.device("cpu")) as saves:
+    with KeptSaves(f"{url}-ours") as saves:
         assert saves.save(state, 2).exception() is not None
-        saves.failures.clear()
+        saves.latest = None
     assert not fs.glob(f"{root}-ours/step2.*/*.distcp")
 
 
@@ -255,7 +260,7 @@ def test_fsspec_writer_swallows_the_error_of_a_thread(
 ) -> None:
     """pytorch#191391, with S3: a file is not sent, the save succeeds, the load does not."""
     failed = threading.Event()
-    create_stream = object_storage.dcp_fsspec.FileSystem.create_stream
+    create_stream = objects.dcp_fsspec.FileSystem.create_stream
 
     def fails_in_a_thread(self, path, mode):
         if threading.current_thread() is threading.main_thread():
@@ -266,20 +271,20 @@ def test_fsspec_writer_swallows_the_error_of_a_thread(
 
     state = {f"x{n}": torch.full((10,), float(n)) for n in range(4)}
     with monkeypatch.context() as patched:
-        patched.setattr(object_storage.dcp_fsspec.FileSystem, "create_stream", fails_in_a_thread)
+        patched.setattr(objects.dcp_fsspec.FileSystem, "create_stream", fails_in_a_thread)
         patched.setattr(threading, "excepthook", lambda args: None)
         dcp.save(state, storage_writer=FsspecWriter(url, thread_count=2), no_dist=True)
-    fs, root = object_storage.open_root(url)
+    fs, root = at_root(url)
     assert fs.exists(f"{root}/.metadata") and len(fs.glob(f"{root}/*.distcp")) == 1
     with pytest.raises(BaseException, match="x"):
-        dcp.load(state, storage_reader=object_storage.dcp_fsspec.FsspecReader(url), no_dist=True)
+        dcp.load(state, storage_reader=objects.dcp_fsspec.FsspecReader(url), no_dist=True)
 
 
 def test_fsspec_writer_syncs_disks_and_sends_nothing(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pytorch#183878. On s3fs nothing is lost if all goes well: closing the file sends it."""
-    fs, root = object_storage.open_root(url)
+    fs, root = at_root(url)
     at_sync: list[list[str]] = []
     monkeypatch.setattr(os, "sync", lambda: at_sync.append(fs.glob(f"{root}/*")))
     dcp.save({"x": torch.ones(10)}, storage_writer=FsspecWriter(url), no_dist=True)
@@ -296,50 +301,36 @@ def test_a_listing_that_fails_is_no_empty_store(proxy: Proxy, url: str, error: s
     assert save(url, 1) == [None]
     proxy.trouble = lambda method, path: error if "list-type=2" in path else None
     with pytest.raises(OSError):
-        object_storage.committed(url)
+        steps_in(url)
     proxy.trouble = lambda method, path: None
-    assert object_storage.committed(url) == [1]
-    assert object_storage.committed(f"{url}-empty") == []
+    assert steps_in(url) == [1]
+    assert steps_in(f"{url}-empty") == []
 
 
 def test_a_name_may_have_the_signs_of_a_pattern(proxy: Proxy, url: str) -> None:
     url = f"{url}[lr=1e-3]*"
     assert save(url, 1, 2) == [None, None]
-    assert object_storage.committed(url) == [2, 1] and is_there(url, 2)
+    assert steps_in(url) == [2, 1] and is_there(url, 2)
 
 
-@pytest.mark.parametrize("failing", ["committed", "delete"])
+@pytest.mark.parametrize("failing", ["steps", "remove"])
 def test_what_fails_behind_a_commit_fails_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
     url = f"file://{tmp_path}/store"
 
     def commit_and_fail(*arguments: object) -> None:
-        commit_once(*arguments)
-        monkeypatch.setattr(object_storage, failing, trouble)
+        commit(*arguments)
+        monkeypatch.setattr(Objects, failing, trouble)
 
     def trouble(*arguments: object) -> None:
         raise KeyError("whatever a store raises")
 
-    with object_storage.ObjectSaves(url, "cpu", keep_last=1) as saves:
+    with KeptSaves(url, keep_last=1) as saves:
         saves.save({"x": torch.ones(3)}, 1).result()
-        commit_once = object_storage.commit_once
-        monkeypatch.setattr(object_storage, "commit_once", commit_and_fail)
+        commit = Objects.commit
+        monkeypatch.setattr(Objects, "commit", commit_and_fail)
         saves.save({"x": torch.ones(3)}, 2).result()
     assert "cannot be deleted" in caplog.text and "whatever a store raises" in caplog.text
     monkeypatch.undo()
-    assert object_storage.committed(url) == [2, 1]
-
-
-def test_a_step_below_a_newer_one_is_refused_and_not_saved_to_be_deleted(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/store"
-    for steps, refused in (((900, 1000), []), ((10, 1000, 1001), [10, 1000])):
-        with object_storage.ObjectSaves(url, "cpu", keep_last=2) as saves:
-            uploads = {n: saves.save({"x": torch.full((10,), float(n))}, n) for n in steps}
-            failed = {n: str(upload.exception()) for n, upload in uploads.items()}
-            saves.failures.clear()
-        assert [n for n in failed if failed[n] != "None"] == refused, failed
-    assert "step1000 is there: resume from it, or take another root" in failed[10]
-    assert object_storage.committed(url) == [1001, 1000]
-    folders = {path.name.partition(".")[0] for path in (tmp_path / "store").iterdir()}
-    assert folders == {"step1000", "step1001"}  # nothing of step 10 was written
+    assert steps_in(url) == [2, 1]

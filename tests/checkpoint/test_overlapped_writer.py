@@ -29,7 +29,7 @@ def test_a_state_with_a_schedule_is_planned_once(tmp_path) -> None:
             optimizer.step()
             schedule.step()
             saves.save({"app": app}, tmp_path / f"step{step}").result()
-            assert saves.files.plans == 1
+            assert saves.writer.plans == 1
 
 
 def test_a_changed_layout_is_planned_anew_by_all_ranks() -> None:

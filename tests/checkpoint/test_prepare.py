@@ -12,10 +12,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from overlap_recipes.checkpoint import preparation as preparation_module
 from overlap_recipes.checkpoint import saves as saves_module
+from overlap_recipes.checkpoint import staging as staging_module
 from overlap_recipes.checkpoint.copies import PinnedArena
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState
+from overlap_recipes.checkpoint.writer import FileWriter
 
 CPU = torch.device("cpu")
 MARKED_BY_A_STEP = [
@@ -76,7 +79,7 @@ def gate(monkeypatch) -> threading.Event:
         assert gate.wait(60)
         return PinnedArena(*args)
 
-    monkeypatch.setattr(saves_module, "PinnedArena", held)
+    monkeypatch.setattr(staging_module, "PinnedArena", held)
     return gate
 
 
@@ -116,10 +119,11 @@ def test_a_prepared_save_makes_no_plan_and_locks_no_memory(tmp_path) -> None:
         job.step()
         job.step()
         prepared.result(60)
-        plan, arena, plans = saves.plan, saves.arena, saves.files.plans
+        plan, arena, plans = saves.staging.plan, saves.staging.arena, saves.writer.plans
         assert plans == 1
         saves.save({"app": job.app}, tmp_path / "step2").result()
-        assert saves.plan is plan and saves.arena is arena and saves.files.plans == plans
+        assert saves.staging.plan is plan and saves.staging.arena is arena
+        assert saves.writer.plans == plans
     assert loads(tmp_path / "step2", job)
 
 
@@ -186,7 +190,7 @@ def test_memory_that_cannot_be_had_is_told_before_the_save(monkeypatch, tmp_path
 
     with Saves(CPU) as saves:
         with monkeypatch.context() as patch:
-            patch.setattr(saves_module, "PinnedArena", refused)
+            patch.setattr(staging_module, "PinnedArena", refused)
             prepared = saves.prepare({"app": job.app})
             job.step()
             job.step()
@@ -243,7 +247,7 @@ def test_an_interrupted_preparation_keeps_no_save_waiting(tmp_path, monkeypatch)
         prepared = saves.prepare({"app": job.app})
         job.step()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(saves_module, "read", interrupted)
+            patch.setattr(preparation_module, "read", interrupted)
             job.step()
         assert isinstance(prepared.exception(60), RuntimeError)
         job.step()
@@ -254,7 +258,7 @@ def test_an_interrupted_preparation_keeps_no_save_waiting(tmp_path, monkeypatch)
 def bytes_of_a_save() -> int:
     with Saves(CPU) as saves:
         saves.make_buffer([torch.ones(1 << 20)])
-        return saves.plan.nbytes
+        return saves.staging.plan.nbytes
 
 
 def test_saves_lock_the_memory_of_one_whatever_moves(tmp_path, monkeypatch) -> None:
@@ -266,7 +270,7 @@ def test_saves_lock_the_memory_of_one_whatever_moves(tmp_path, monkeypatch) -> N
         locked.append(nbytes)
         return PinnedArena(nbytes, device)
 
-    monkeypatch.setattr(saves_module, "PinnedArena", counted)
+    monkeypatch.setattr(staging_module, "PinnedArena", counted)
     with Saves(CPU, host_bytes=nbytes) as saves:
         for step in range(3):
             saves.save({"x": torch.full((1 << 20,), float(step))}, tmp_path / f"step{step}")
@@ -283,8 +287,8 @@ def test_a_save_that_the_memory_does_not_hold_is_refused(tmp_path) -> None:
         lost = saves.save({"x": torch.ones(1 << 20)}, tmp_path / "step1")
         with pytest.raises(RuntimeError, match=f"needs {nbytes} bytes, host_bytes is {nbytes - 1}"):
             lost.result()
-        assert saves.arena is None
-        saves.failures.clear()
+        assert saves.staging.arena is None
+        saves.writing.failures.clear()
 
 
 def test_a_state_is_saved_again_behind_one_that_the_memory_did_not_hold(tmp_path) -> None:
@@ -293,7 +297,7 @@ def test_a_state_is_saved_again_behind_one_that_the_memory_did_not_hold(tmp_path
         saves.save({"x": x}, tmp_path / "step1").result()
         with pytest.raises(RuntimeError, match="host_bytes is"):
             saves.save({"x": torch.ones(2 << 20)}, tmp_path / "step2").result()
-        saves.failures.clear()
+        saves.writing.failures.clear()
         x.fill_(3)
         saves.save({"x": x}, tmp_path / "step3").result()
     like = {"x": torch.zeros(1 << 20)}
@@ -304,10 +308,13 @@ def test_a_state_is_saved_again_behind_one_that_the_memory_did_not_hold(tmp_path
 def test_a_save_waits_for_the_one_before_it_says_so_and_doubles_the_threads(
     tmp_path, monkeypatch, caplog
 ) -> None:
-    class Held(Saves):
+    class Held(FileWriter):
         def write(self, *args) -> None:
             assert go.wait(60)
             super().write(*args)
+
+    def held(**settings) -> Saves:
+        return Saves(CPU, writer=Held(), **settings)
 
     def open_and_wait(uploads: list) -> object:
         go.set()
@@ -316,16 +323,16 @@ def test_a_save_waits_for_the_one_before_it_says_so_and_doubles_the_threads(
     go, wait, x = threading.Event(), saves_module.wait, torch.ones(3)
     go.set()
     monkeypatch.setattr(saves_module, "wait", open_and_wait)
-    with Held(CPU) as saves, Held(CPU, write_threads=1) as set_by_hand:
+    with held() as saves, held(write_threads=1) as set_by_hand:
         for step in range(3):
             saves.save({"x": x}, tmp_path / f"a{step}").result()
-        assert saves.threads == 2 and "a save waited" not in caplog.text
+        assert saves.writing.threads == 2 and "a save waited" not in caplog.text
         for each, letter, threads in ((saves, "b", 4), (set_by_hand, "c", 1)):
             go.clear()
             each.save({"x": x}, tmp_path / f"{letter}0")
             with caplog.at_level(logging.WARNING):
                 each.save({"x": x}, tmp_path / f"{letter}1")
-            assert each.threads == threads
+            assert each.writing.threads == threads
             assert "until the last was written" in caplog.text
             caplog.clear()
 

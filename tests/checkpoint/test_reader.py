@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from kept_saves import KeptSaves
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -22,15 +23,15 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from overlap_recipes.checkpoint import (
     DamagedCheckpoint,
-    DurableSaves,
     Reader,
     crew,
     entries,
     reader,
 )
 from overlap_recipes.checkpoint.digests import BLOCK, read_manifest
-from overlap_recipes.checkpoint.restart import choose, load_newest
-from rankproof.run import run
+from overlap_recipes.checkpoint.kept import choose, load_newest
+from overlap_recipes.checkpoint.stores.directory import Directory
+from overlap_recipes.checkpoint.stores.store import step_of
 
 DATA = Path(__file__).parents[1] / "data"
 STOCK = sorted((DATA / "golden_stock").iterdir())
@@ -58,8 +59,8 @@ def loaded(directory: Path, targets: dict) -> Reader:
 
 def saved(directory: Path, state: dict) -> Path:
     """A save of ours, with digests."""
-    with DurableSaves(torch.device("cpu")) as saves:
-        saves.save(state, directory)
+    with KeptSaves(directory.parent) as saves:
+        saves.save(state, step_of(directory.name))
     return directory
 
 
@@ -400,27 +401,28 @@ def test_resume_takes_the_one_before_a_damaged_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No byte was read to choose; the damage is found by the load, logged, and set aside."""
-    with DurableSaves(torch.device("cpu")) as saves:
+    with KeptSaves(tmp_path) as saves:
         for step in (1, 2):
-            saves.save({"x": torch.full((9,), float(step))}, tmp_path / f"step{step}")
+            saves.save({"x": torch.full((9,), float(step))}, step)
     damaged = tmp_path / "step2" / "__0_0.distcp"
     flip(damaged, damaged.stat().st_size // 2)
-    assert choose(tmp_path) == 2
+    store = Directory(tmp_path)
+    assert choose(store) == 2
     state = {"x": torch.zeros(9)}
     with pytest.raises(DamagedCheckpoint, match="step2/__0_0.distcp"):
-        load_newest(state, tmp_path, 2, ())
-    assert load_newest(state, tmp_path, None, ()) == 1
+        load_newest(state, store, 2, ())
+    assert load_newest(state, store, None, ()) == 1
     assert torch.equal(state["x"], torch.ones(9)) and "step2 is damaged" in caplog.text
     assert len(list(tmp_path.glob("step2.set-aside-*"))) == 1
     first = tmp_path / "step1" / "__0_0.distcp"
     flip(first, first.stat().st_size // 2)
     with pytest.raises(DamagedCheckpoint, match="there is no older checkpoint"):
-        load_newest(state, tmp_path, None, ())
+        load_newest(state, store, None, ())
 
 
 def test_a_manifest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    golden = DATA / "golden" / "2026-11-26" / "step3" / "manifest.0.json"
-    files = read_manifest(golden)["files"]
+    golden = DATA / "golden" / "2026-11-26" / "step3"
+    files = read_manifest("manifest.0.json", lambda name: (golden / name).open("rb"))["files"]
     assert "sha256" in files["__0_0.distcp"]
 
 

@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kept_saves import KeptSaves
 from selection import edited_module
 
-from overlap_recipes.checkpoint import DurableSaves, Reader, reader
+from overlap_recipes.checkpoint import Reader, reader
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -100,8 +101,8 @@ def test_every_layout_comes_back_on_the_device(tmp_path: Path) -> None:
         "step": torch.tensor(3.0, device="cuda"),
     }
     ours = tmp_path / "step1"
-    with DurableSaves(torch.device("cuda", torch.cuda.current_device())) as saves:
-        saves.save(state, ours)
+    with KeptSaves(tmp_path, torch.device("cuda", torch.cuda.current_device())) as saves:
+        saves.save(state, 1)
     stock = tmp_path / "stock"
     dcp.save(state, checkpoint_id=stock, no_dist=True)
     for directory in (ours, stock):

@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from overlap_recipes.checkpoint import copies as copies_module
 from overlap_recipes.checkpoint import saves as saves_module
 from overlap_recipes.checkpoint.copies import Copies, CopyPlan, PinnedArena
-from overlap_recipes.checkpoint.durable import DurableSaves
-from overlap_recipes.checkpoint.retention import RetainedSaves
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState, is_staged, read
-from overlap_recipes.checkpoint.writer import memory_of
+from overlap_recipes.checkpoint.stores.directory import Folder
+from overlap_recipes.checkpoint.stores.store import Target
+from overlap_recipes.checkpoint.talk import Talk
+from overlap_recipes.checkpoint.writer import FileWriter, memory_of
 
 ONE_RANK = [
     "a_buffer_is_not_filled_while_it_is_written",
@@ -46,7 +47,6 @@ TWO_RANKS = [
     "a_rank_that_cannot_stage_is_told_to_all",
     "a_rank_that_does_not_know_its_tensors_is_told_to_all",
     "ranks_that_name_other_directories_are_told",
-    "a_busy_rank_makes_all_ranks_skip",
     "a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong",
     "a_save_that_has_not_begun_when_one_rank_ends_is_told_to_all",
     "an_upload_that_outlives_its_group_has_no_name",
@@ -203,7 +203,7 @@ def test_a_save_that_cannot_be_planned_keeps_no_plan(tmp_path, monkeypatch) -> N
                 failed.result()
         assert plans[0]() is None
         saves.save({"x": torch.ones(3)}, tmp_path / "step2").result()
-        saves.failures.clear()
+        saves.writing.failures.clear()
 
 
 def test_another_placement_over_the_same_memory_is_noticed() -> None:
@@ -271,7 +271,7 @@ def test_the_default_device_is_of_no_matter(tmp_path) -> None:
     x = torch.ones(5)
     torch.set_default_device("meta")
     try:
-        with Saves(CPU, if_busy="skip") as saves:
+        with Saves(CPU) as saves:
             for step in range(3):
                 saves.save({"x": x, "none": x[:0]}, tmp_path / f"step{step}").result()
     finally:
@@ -310,15 +310,16 @@ def test_saves_that_were_made_before_the_process_group_are_refused() -> None:
 def test_a_folder_that_is_no_checkpoint_is_left_alone_whatever_its_files_are_called(
     tmp_path, mine
 ) -> None:
-    class WithMeta(Saves):
-        def write(self, state: dict, directory: Path) -> None:
-            super().write(state, directory)
-            (directory / "meta.pt").write_text("ours")
+    class WithMeta(FileWriter):
+        def write(self, state: dict, target: Target, talk: Talk, threads: int) -> None:
+            super().write(state, target, talk, threads)
+            with target.create("meta.pt") as sink:
+                sink.write(4, [b"ours"])
 
     place = tmp_path / "latest"
     place.mkdir()
     (place / mine).write_text("mine")
-    with WithMeta(CPU) as saves:
+    with Saves(CPU, writer=WithMeta()) as saves:
         saves.save({"x": torch.ones(2)}, place)
         with pytest.raises(RuntimeError, match="not empty"):
             saves.wait()
@@ -331,12 +332,8 @@ def test_a_folder_that_is_no_checkpoint_is_left_alone_whatever_its_files_are_cal
 def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(
     tmp_path, before, part, mine
 ) -> None:
-    class InAFolder(Saves):
-        def write(self, state: dict, directory: Path) -> None:
-            super().write(state, directory / part)
-
     place = tmp_path / "latest"
-    with InAFolder(CPU) as saves:
+    with Saves(CPU, writer=FileWriter(part)) as saves:
         if not before:
             saves.save({"x": torch.zeros(2)}, place).result()
         (place / mine).parent.mkdir(parents=True, exist_ok=True)
@@ -350,12 +347,12 @@ def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(
 
 
 def test_a_save_that_fails_behind_its_first_folder_leaves_nothing(tmp_path) -> None:
-    class InFolders(Saves):
-        def write(self, state: dict, directory: Path) -> None:
-            super().write(state, directory / "model")
+    class InFolders(FileWriter):
+        def write(self, state: dict, target: Target, talk: Talk, threads: int) -> None:
+            super().write(state, target, talk, threads)
             raise OSError(28, "No space left on device")
 
-    with InFolders(CPU) as saves:
+    with Saves(CPU, writer=InFolders("model")) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1")
         with pytest.raises(RuntimeError, match="No space"):
             saves.wait()
@@ -374,13 +371,13 @@ def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None
     go, other = threading.Event(), tmp_path / "other"
     other.mkdir()
 
-    class Late(Saves):
+    class Late(FileWriter):
         def write(self, *args) -> None:
             assert go.wait(30)
             super().write(*args)
 
     monkeypatch.chdir(tmp_path)
-    with Late(CPU) as saves:
+    with Saves(CPU, writer=Late()) as saves:
         saves.save({"x": torch.ones(2)}, Path("step1"))
         monkeypatch.chdir(other)
         go.set()
@@ -395,7 +392,7 @@ def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path,
         model.to(torch.float64)
         expected = model.running_mean.clone()
         saves.save({"model": model}, tmp_path / "step2")
-        read_at_the_save = {shard.data_ptr() for _, shard in saves.plan.snapshots}
+        read_at_the_save = {shard.data_ptr() for _, shard in saves.staging.plan.snapshots}
         assert model.running_mean.data_ptr() in read_at_the_save
         model(torch.randn(8, 4, dtype=torch.float64))
     like = {"model": {"running_mean": torch.zeros_like(expected)}}
@@ -407,7 +404,7 @@ def test_a_small_tensor_is_read_at_the_save_whoever_changes_it(tmp_path) -> None
     x, like = torch.ones(1000), {"x": torch.zeros(1000)}
     with Saves(CPU) as saves:
         saves.save({"x": x}, tmp_path / "step1")
-        assert not saves.plan.in_place, "beside training it would be read later"
+        assert not saves.staging.plan.in_place, "beside training it would be read later"
         x.zero_()
     assert loaded(tmp_path / "step1", like)["x"].eq(1).all()
 
@@ -430,7 +427,7 @@ def test_a_state_that_the_caller_changes_is_saved_as_it_is(tmp_path) -> None:
 def test_a_write_that_is_left_behind_is_told(tmp_path, monkeypatch, caplog) -> None:
     go = threading.Event()
     monkeypatch.setattr(saves_module, "EXIT_S", 0.1)
-    monkeypatch.setattr(Saves, "commit", lambda *_: go.wait(30))
+    monkeypatch.setattr(Folder, "commit", lambda *_: go.wait(30))
     with pytest.raises(ValueError, match="mine"), Saves(CPU) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1")
         while not (tmp_path / "step1.incomplete" / ".metadata").exists():
@@ -488,7 +485,7 @@ def test_copies_that_cannot_be_queued_cost_that_save_alone(tmp_path, monkeypatch
 def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, monkeypatch) -> None:
     """Uncounted, this rank's later saves would join those that the other ranks began before."""
 
-    go, write = threading.Event(), Saves.write
+    go, write = threading.Event(), FileWriter.write
 
     def held(self, *args) -> None:
         assert go.wait(30)
@@ -498,7 +495,7 @@ def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, m
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Saves, "write", held)
+    monkeypatch.setattr(FileWriter, "write", held)
     with Saves(CPU) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1")
         monkeypatch.setattr(saves_module, "wait", interrupted)
@@ -524,54 +521,6 @@ def test_empty_shards_are_one_memory_whichever_objects_hold_them() -> None:
     """DCP makes a new object of a shard at each look; ids of dead ones return in another order."""
     one, other = torch.empty(0), torch.empty(0)
     assert memory_of(one) == memory_of(other) != memory_of(torch.empty(0, 7))
-
-
-def test_a_root_of_newer_steps_refuses_an_older_one_and_loses_neither(tmp_path) -> None:
-    refused = pytest.raises(RuntimeError, match="step8 is there: resume")
-    with refused, RetainedSaves(tmp_path, CPU, keep_last=1) as saves:
-        saves.save({"x": torch.ones(2)}, tmp_path / "step8").result()
-        saves.save({"x": torch.ones(2)}, tmp_path / "step2")
-    assert (tmp_path / "step8" / ".metadata").exists()
-
-
-def test_what_a_root_refuses_is_not_written_first(tmp_path) -> None:
-    root, other = tmp_path / "root", tmp_path / "other"
-    other.mkdir()
-    with RetainedSaves(root, CPU) as saves:
-        saves.save({"x": torch.ones(2)}, root / "step8").result()
-        assert "step8 is there" in str(saves.save({"x": torch.ones(2)}, root / "step7").exception())
-        assert "is not in" in str(saves.save({"x": torch.ones(2)}, other / "step9").exception())
-        saves.failures.clear()
-        saves.save({"x": torch.ones(2)}, root / "step10").result()
-    left = {path.name for path in root.iterdir()}
-    assert left == {"step8", "step10", "latest", "lease"}
-    assert not list(other.iterdir())
-
-
-def test_a_step_that_is_damaged_time_and_again_is_saved_anew(tmp_path) -> None:
-    with DurableSaves(CPU) as saves:
-        for number in range(3):
-            saves.save({"x": torch.full((2,), float(number))}, tmp_path / "step5").result()
-            if number < 2:
-                (tmp_path / "step5" / "__0_0.distcp").write_bytes(b"x")
-    assert loaded(tmp_path / "step5", {"x": torch.zeros(2)})["x"].tolist() == [2, 2]
-    assert len(list(tmp_path.glob("step5.damaged-*"))) == 2
-
-
-def test_relative_paths_stay_where_they_were_and_a_root_takes_only_its_own(
-    tmp_path, monkeypatch
-) -> None:
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path)
-    refused = pytest.raises(RuntimeError, match="is not in")
-    with refused, RetainedSaves(Path("root"), CPU, keep_last=1) as saves:
-        saves.save({"x": torch.ones(2)}, Path("root/step1")).result()
-        monkeypatch.chdir("other")
-        saves.save({"x": torch.ones(2)}, Path("root/step2")).result()
-        saves.save({"x": torch.ones(2)}, tmp_path / "other" / "step3")
-    found = sorted(path.name for path in (tmp_path / "root").glob("step*"))
-    assert found == ["step2"]
-    assert not (tmp_path / "other" / "step3").exists()
 
 
 class Quantized(torch.Tensor):
@@ -628,12 +577,12 @@ def test_a_compiled_update_waits_for_each_save_anew(tmp_path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(3)).sum().backward()
     with Saves(CPU) as saves:
-        saves.streams = SimpleNamespace(current_stream=Stream)
+        saves.staging.streams = SimpleNamespace(current_stream=Stream)
         step = torch.compile(optimizer.step, backend="eager")
         step()
         for _ in range(3):
             event = []
-            saves.has_been_read = event
+            saves.staging.has_been_read = event
             step()
             step()
             assert event == [False, False]

@@ -136,15 +136,15 @@ def test_without_the_wait_for_the_step_another_step_is_saved(saver):
 def saved_while_another_is_written(saver: Saver) -> bool:
     """Hold the first of two writes until training waits for it or has filled its buffer."""
     release = threading.Event()
-    write = saver.saves.write
-    name = f"step{saver.app.step + 1}.incomplete"
+    write = saver.saves.writer.write
+    name = f"step{saver.app.step + 1}"
 
-    def held(state: dict, directory: Path) -> None:
-        if directory.name == name:
+    def held(state: dict, target, *rest: object) -> None:
+        if Path(target.name).name == name:
             release.wait()
-        write(state, directory)
+        write(state, target, *rest)
 
-    saver.saves.write = held
+    saver.saves.writer.write = held
     for number in range(2):
         if number == 1:
             threading.Timer(0.5, release.set).start()

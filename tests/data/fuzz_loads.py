@@ -20,7 +20,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from overlap_recipes.checkpoint import DurableSaves, Reader
+from overlap_recipes.checkpoint import Reader
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from kept_saves import KeptSaves  # noqa: E402
 
 DTYPES = [
     torch.float32,
@@ -124,7 +127,7 @@ def loaded(targets: dict, reader: dcp.StorageReader) -> str:
     return ""
 
 
-def try_state(seed: int, root: Path, mesh, saves: DurableSaves) -> tuple[int, int]:
+def try_state(seed: int, root: Path, mesh, saves: KeptSaves) -> tuple[int, int]:
     """Save and load; bytes that were read by threads, and as DCP does."""
     dice = random.Random(seed)
     torch.manual_seed(seed)
@@ -132,8 +135,7 @@ def try_state(seed: int, root: Path, mesh, saves: DurableSaves) -> tuple[int, in
     directory = root / f"step{seed}"
     writer = dice.choice(WRITERS)
     if writer == "ours":
-        saves.save(state, directory)
-        saves.wait()
+        saves.save(state, seed).result()
     else:
         threads = 2 if writer == "two files" else 1
         stock = dcp.FileSystemWriter(directory, thread_count=threads)
@@ -172,7 +174,7 @@ def main(states: int, seed: int) -> None:
         roots = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(roots)
         by_threads, as_dcp = 0, 0
-        with DurableSaves(torch.device("cpu")) as saves:
+        with KeptSaves(roots[0]) as saves:
             for number in range(states):
                 fast, slow = try_state(seed + number, Path(roots[0]), mesh, saves)
                 by_threads += fast

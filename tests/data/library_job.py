@@ -22,7 +22,7 @@ SAVE_EVERY = 2
 LENGTH = 8  # tokens of a sequence
 
 
-def build(run_class: type):
+def build(state_class: type):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32}
     config = LlamaConfig(**sizes, num_attention_heads=2, num_hidden_layers=2, use_cache=False)
@@ -31,17 +31,18 @@ def build(run_class: type):
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return run_class(model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return state_class(model, optimizer, schedule=schedule)
 
 
-def train_step(run) -> float:
+def train_step(state) -> float:
     tokens = torch.randint(32, (2, LENGTH))  # the random state is a part of the run
-    loss = run.model(input_ids=tokens, labels=tokens).loss
+    loss = state.model(input_ids=tokens, labels=tokens).loss
     loss.backward()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    run.schedule.step()
-    run.step += 1
+    (optimizer,) = state.optimizers
+    optimizer.step()
+    optimizer.zero_grad()
+    state.shared["schedule"].step()
     return loss.item()
 
 
@@ -49,18 +50,18 @@ def main(package: str, root: Path, steps: int, kill_behind: int | None) -> None:
     checkpoint = importlib.import_module(f"{package}.checkpoint")
     dist.init_process_group("gloo")
     try:
-        run = build(checkpoint.Run)
+        state = build(checkpoint.TrainingState)
         torch.manual_seed(dist.get_rank())
-        print(f"from step {checkpoint.resume(run, root)}", flush=True)
-        host = torch.device("cpu")
-        with checkpoint.RetainedSaves(root, host, run.model.buffers) as saves:
-            while run.step < steps:
-                loss = train_step(run)
-                line = f"rank {dist.get_rank()} step {run.step} {loss.hex()}\n"
+        with checkpoint.CheckpointManager(root, state) as checkpoints:
+            begin = checkpoints.resume()
+            print(f"from step {begin}", flush=True)
+            for step in range(begin + 1, steps + 1):
+                loss = train_step(state)
+                line = f"rank {dist.get_rank()} step {step} {loss.hex()}\n"
                 print(line, end="", flush=True)  # in one write: all ranks write to one pipe
-                if run.step % SAVE_EVERY == 0:
-                    done = saves.save({"run": run}, root / f"step{run.step}")
-                if run.step == kill_behind:
+                if step % SAVE_EVERY == 0:
+                    done = checkpoints.save(step)
+                if step == kill_behind:
                     done.result()
                     dist.barrier()
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,13 +1,18 @@
 """Load the checkpoints of a folder of ``golden``, and compare every bit with what was saved.
 
-They were written on two ranks, with torch 2.13: ``step2`` by ``Saves`` with a
-``TrainingState``, ``step3`` by ``DurableSaves`` with a ``Run``. ``expected.json`` has the SHA-256
-of each whole tensor.
+They were written on two ranks, with torch 2.13. Of November 26: ``step2`` by ``Saves`` with a
+``TrainingState``, ``step3`` by ``DurableSaves`` with a ``Run``. Of 0.2.1: ``root`` by
+``CheckpointManager``, in a directory and in a store, and by ``RetainedSaves`` with a ``Run``.
+``expected.json`` has the SHA-256 of each whole tensor.
 """
 
 import hashlib
 import json
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from overlap_recipes.checkpoint import Run, TrainingState, load, resume
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState, load
 
 WIDTH, HIDDEN = 8, 12
 # counters and random numbers, which these have by other names or not at all
@@ -79,15 +84,71 @@ def main(golden: Path) -> None:
     expected = json.loads((golden / "expected.json").read_text())
     dist.init_process_group("gloo")
     try:
-        model, optimizer, schedule = build()
-        state = TrainingState(model, optimizer, schedule=schedule)
-        load({"app": state}, golden / "step2", skip=OLD["step2"])
-        compare(state.state_dict(), expected["step2"])
-        run = Run(*build())
-        assert resume(run, golden, skip=OLD["step3"]) == 3
-        compare(run.state_dict(), expected["step3"])
+        OF_FOLDER[golden.name](golden, expected)
     finally:
         dist.destroy_process_group()
+
+
+def of_november_26(golden: Path, expected: dict) -> None:
+    model, optimizer, schedule = build()
+    state = TrainingState(model, optimizer, schedule=schedule)
+    load({"app": state}, golden / "step2", skip=OLD["step2"])
+    compare(state.state_dict(), expected["step2"])
+    of_run(golden / "step3", expected["step3"], OLD["step3"])
+
+
+def in_directory(golden: Path, expected: dict) -> None:
+    with copied(golden / "root") as root:
+        resumed(root, expected)
+
+
+def in_store(golden: Path, expected: dict) -> None:
+    with copied(golden / "root") as root:
+        resumed(f"file://{root}", expected)
+
+
+@contextmanager
+def copied(root: Path) -> Iterator[Path]:
+    """A copy for all ranks, since whoever resumes writes there."""
+    with tempfile.TemporaryDirectory() as temporary:
+        places = [temporary]
+        dist.broadcast_object_list(places)
+        copy = Path(places[0], "root")
+        if dist.get_rank() == 0:
+            shutil.copytree(root, copy)
+        dist.barrier()
+        yield copy
+        dist.barrier()
+
+
+def resumed(root: Path | str, expected: dict) -> None:
+    """By the manager, which takes the newest of two."""
+    model, optimizer, schedule = build()
+    state = TrainingState(model, optimizer, schedule=schedule)
+    with CheckpointManager(root, state) as checkpoints:
+        assert checkpoints.resume() == 4
+        compare(state.state_dict(), expected["step4"])
+
+
+def in_run(golden: Path, expected: dict) -> None:
+    of_run(golden / "root" / "step2", expected["step2"], [])
+
+
+def of_run(checkpoint: Path, expected: dict, old: list[str]) -> None:
+    """What ``Run`` has saved: the same under the key ``run``, and a count of samples."""
+    model, optimizer, schedule = build()
+    state = TrainingState(model, optimizer, schedule=schedule)
+    load({"run": state}, checkpoint, skip=["samples", *old])
+    expected.pop("/samples")
+    compare(state.state_dict(), expected)
+
+
+OF_FOLDER = {
+    "2026-11-26": of_november_26,
+    "0.2.1-directory": in_directory,
+    "0.2.1-store": in_store,
+    "0.2.1-run": in_run,
+}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ torchrun --nproc-per-node=4 tests/data/load_meshes.py
 """
 
 import shutil
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -21,7 +22,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from overlap_recipes.checkpoint import DurableSaves, Reader
+from overlap_recipes.checkpoint import Reader
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from kept_saves import KeptSaves  # noqa: E402
 
 WIDTH, HIDDEN = 9, 14  # no multiples of the ranks
 
@@ -59,11 +63,10 @@ def main() -> None:
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
         expected = dict(plain.named_parameters())
-        with DurableSaves(torch.device("cpu")) as saves:
+        with KeptSaves(root) as saves:
             for number, saved in enumerate(layouts):
                 state = build(saved, mesh, 0).state_dict()
-                saves.save(state, root / f"step{number}")
-                saves.wait()
+                saves.save(state, number).result()
                 dcp.save(state, checkpoint_id=root / f"stock{number}")
                 for directory in (root / f"step{number}", root / f"stock{number}"):
                     for loaded in layouts:

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from overlap_recipes.checkpoint import (
     DamagedCheckpoint,
-    DurableSaves,
     Reader,
     TrainingState,
     load,
@@ -34,6 +33,9 @@ from overlap_recipes.checkpoint import (
     shared_reads,
 )
 from overlap_recipes.ranks import start_rank
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from kept_saves import KeptSaves  # noqa: E402
 
 WIDTH = 40  # features
 
@@ -115,8 +117,8 @@ class Counted:
 def save(root: Path, name: str, state: dict, device: torch.device) -> list[Path]:
     """By the library, with digests, and by dcp.save, without."""
     ours, stock = root / name / "step1", root / name / "stock"
-    with DurableSaves(device) as saves:
-        saves.save(dict(state), ours)
+    with KeptSaves(ours.parent, device) as saves:
+        saves.save(dict(state), 1)
     dcp.save(dict(state), checkpoint_id=stock)
     return [ours, stock]
 

@@ -22,8 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: 
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
 from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
+from overlap_recipes.checkpoint import staging as staging_module  # noqa: E402
 from overlap_recipes.checkpoint.copies import PinnedArena  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
+from overlap_recipes.checkpoint.stores.store import Target  # noqa: E402
+from overlap_recipes.checkpoint.talk import Talk  # noqa: E402
+from overlap_recipes.checkpoint.writer import FileWriter  # noqa: E402
+from overlap_recipes.checkpoint.writing import Begun, Job, Writing  # noqa: E402
 
 basic.WIDTH, basic.HIDDEN = 16, 64
 
@@ -31,11 +36,11 @@ basic.WIDTH, basic.HIDDEN = 16, 64
 READ = saves_module.read
 
 
-class Gated(Saves):
-    """Saves whose writes wait for `gates[directory name]`, fail by `faults`, and are counted."""
+class Gated(FileWriter):
+    """Writes wait for `gates[directory name]`, fail by `faults`, and are counted."""
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__()
         self.gates: dict[str, threading.Event] = {}
         self.faults: dict[str, BaseException] = {}
         self.began: list[str] = []
@@ -43,16 +48,14 @@ class Gated(Saves):
         self.under_way = self.most_under_way = 0
         self.states: list[dict] = []
         self.fault: BaseException | None = None
-        self.write_files = self.files.write_files
-        self.files.write_files = self.write_or_fail
 
-    def write_or_fail(self, *args) -> list:
+    def write_files(self, *args) -> list:
         if self.fault is not None:
             raise self.fault
-        return self.write_files(*args)
+        return super().write_files(*args)
 
-    def write(self, state: dict, directory: Path) -> None:
-        name = directory.name.removesuffix(".incomplete")
+    def write(self, state: dict, target: Target, talk: Talk, threads: int) -> None:
+        name = Path(target.name).name
         self.began.append(name)
         self.states.append(state)
         self.under_way += 1
@@ -62,7 +65,7 @@ class Gated(Saves):
             assert self.gates[name].wait(30)
         self.fault = self.faults.get(name)
         try:
-            super().write(state, directory)
+            super().write(state, target, talk, threads)
         finally:
             self.under_way -= 1
 
@@ -105,9 +108,10 @@ def a_failed_save_is_told_on_every_rank_and_costs_no_other(
     root: Path, device: torch.device
 ) -> None:
     run = Run(root, device)
-    with Gated(device, run.app.model.buffers()) as saves:
+    gated = Gated()
+    with Saves(device, run.app.model.buffers(), writer=gated) as saves:
         if dist.get_rank() == dist.get_world_size() - 1:
-            saves.faults["step2"] = OSError(28, "No space left on device")
+            gated.faults["step2"] = OSError(28, "No space left on device")
         futures = [run.step_and_save(saves) for _ in range(4)]
         told = raised(saves.wait)
         assert "No space left" in str(told), repr(told)
@@ -126,7 +130,7 @@ def a_rank_that_does_not_know_its_tensors_is_told_to_all(root: Path, device: tor
         saves_module.read = forget_one_on_the_last_rank
         assert "KeyError" in str(saves.save(state, root / "unknown").exception(30))
         saves_module.read = READ
-        saves.failures.clear()
+        saves.writing.failures.clear()
         run.step_and_save(saves)
     run.right()
 
@@ -142,15 +146,15 @@ def a_rank_that_cannot_stage_is_told_to_all(root: Path, device: torch.device) ->
     run = Run(root, device)
     with Saves(device, run.app.model.buffers()) as saves:
         run.step_and_save(saves)
-        plan, saves.plan = saves.plan, None
-        saves.arena = None
-        arena, saves_module.PinnedArena = saves_module.PinnedArena, refuse_on_the_last_rank
+        plan, saves.staging.plan = saves.staging.plan, None
+        saves.staging.arena = None
+        arena, staging_module.PinnedArena = staging_module.PinnedArena, refuse_on_the_last_rank
         failed = run.step_and_save(saves)
         assert "cannot lock" in str(failed.exception(30)), failed
-        saves_module.PinnedArena = arena
+        staging_module.PinnedArena = arena
         assert "cannot lock" in str(raised(saves.wait))
         run.step_and_save(saves)
-        assert plan is not saves.plan
+        assert plan is not saves.staging.plan
     del run.expected["step2"]
     run.right()
 
@@ -161,29 +165,17 @@ def refuse_on_the_last_rank(nbytes: int, device: torch.device):
     return PinnedArena(nbytes, device)
 
 
-def a_busy_rank_makes_all_ranks_skip(root: Path, device: torch.device) -> None:
-    run = Run(root, device)
-    with Gated(device, run.app.model.buffers(), if_busy="skip") as saves:
-        gate = threading.Event()
-        saves.gates = {"step1": gate} if dist.get_rank() == 0 else {}
-        futures = [run.step_and_save(saves) for _ in range(4)]
-        gate.set()
-        assert [future is None for future in futures] == [False, True, True, True], futures
-        assert saves.skipped == 3
-    right(root, device, {"step1": run.expected["step1"]})
-
-
 def a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong(
     root: Path, device: torch.device
 ) -> None:
-    run, gate = Run(root, device), threading.Event()
+    run, gate, gated = Run(root, device), threading.Event(), Gated()
     saves_module.EXIT_S = 0.5
     try:
-        with Gated(device, run.app.model.buffers()) as saves:
+        with Saves(device, run.app.model.buffers(), writer=gated) as saves:
             run.step_and_save(saves).result(30)
-            saves.gates["step2"] = gate
+            gated.gates["step2"] = gate
             written = run.step_and_save(saves)
-            assert saves.at_gate.wait(30)
+            assert gated.at_gate.wait(30)
             if dist.get_rank() == 0:
                 raise KeyError("one rank ends")
             gate.set()
@@ -193,8 +185,7 @@ def a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong(
     finally:
         saves_module.EXIT_S = 30.0
     written.result(30)
-    for group in saves.groups:
-        raised(lambda g=group: dist.destroy_process_group(g))
+    close(saves)
     run.right()
     dist.barrier()
     assert sorted(path.name for path in root.iterdir()) == ["step1", "step2"]
@@ -203,15 +194,17 @@ def a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong(
 def a_save_that_has_not_begun_when_one_rank_ends_is_told_to_all(
     root: Path, device: torch.device
 ) -> None:
-    class HeldBack(Gated):
-        def begin(self, job: saves_module.Job, aside: Path) -> tuple:
-            assert gate.wait(30)
-            return super().begin(job, aside)
+    begin = Writing.begin
+
+    def held_back(self: Writing, job: Job) -> Begun:
+        assert gate.wait(30)
+        return begin(self, job)
 
     run, gate = Run(root, device), threading.Event()
     saves_module.EXIT_S = 0.1
+    Writing.begin = held_back
     try:
-        with HeldBack(device, run.app.model.buffers()) as saves:
+        with Saves(device, run.app.model.buffers()) as saves:
             dropped = run.step_and_save(saves)
             if dist.get_rank() == 0:
                 raise KeyError("one rank ends")
@@ -222,24 +215,24 @@ def a_save_that_has_not_begun_when_one_rank_ends_is_told_to_all(
     finally:
         saves_module.EXIT_S = 30.0
     assert "ended by an exception" in str(dropped.exception(30))
-    for group in saves.groups:
-        raised(lambda g=group: dist.destroy_process_group(g))
+    Writing.begin = begin
+    close(saves)
     dist.barrier()
     assert not list(root.iterdir())
 
 
 def an_upload_that_outlives_its_group_has_no_name(root: Path, device: torch.device) -> None:
-    run, gate = Run(root, device), threading.Event()
+    run, gate, gated = Run(root, device), threading.Event(), Gated()
     saves_module.EXIT_S = 0.1
     try:
-        with Gated(device, run.app.model.buffers()) as saves:
-            saves.gates["step1"] = gate
+        with Saves(device, run.app.model.buffers(), writer=gated) as saves:
+            gated.gates["step1"] = gate
             upload = run.step_and_save(saves)
-            assert saves.at_gate.wait(30)
+            assert gated.at_gate.wait(30)
             raise KeyError("all ranks end")
     except KeyError:
-        for group in saves.groups:
-            dist.destroy_process_group(group)
+        for talk in (saves.calling, saves.writing.talk):
+            dist.destroy_process_group(talk.group)
     finally:
         saves_module.EXIT_S = 30.0
     gate.set()
@@ -268,16 +261,16 @@ def a_tensor_that_grew_is_planned_anew(root: Path, device: torch.device) -> None
 
 
 def a_buffer_is_not_filled_while_it_is_written(root: Path, device: torch.device) -> None:
-    run = Run(root, device)
-    with Gated(device, run.app.model.buffers()) as saves:
-        saves.gates["step1"] = threading.Event()
+    run, gated = Run(root, device), Gated()
+    with Saves(device, run.app.model.buffers(), writer=gated) as saves:
+        gated.gates["step1"] = threading.Event()
         run.step_and_save(saves)
-        assert saves.at_gate.wait(30)
-        with opened_by_a_wait(saves.gates["step1"]):
+        assert gated.at_gate.wait(30)
+        with opened_by_a_wait(gated.gates["step1"]):
             run.step_and_save(saves)
-        assert saves.gates["step1"].is_set(), "it has not waited"
+        assert gated.gates["step1"].is_set(), "it has not waited"
         run.step_and_save(saves)
-    assert saves.most_under_way == 1 and saves.began == ["step1", "step2", "step3"]
+    assert gated.most_under_way == 1 and gated.began == ["step1", "step2", "step3"]
     run.right()
 
 
@@ -326,7 +319,7 @@ def a_rank_whose_state_cannot_be_read_mixes_no_two_saves(root: Path, device: tor
 def ranks_that_name_other_directories_are_told(root: Path, device: torch.device) -> None:
     """As when each rank puts its own time of day into the name."""
     with Saves(device) as saves:
-        saves.save({"x": torch.ones(2, device=device)}, root / f"{saves.rank}" / "step1")
+        saves.save({"x": torch.ones(2, device=device)}, root / f"{dist.get_rank()}" / "step1")
         assert "have called save for others than" in str(raised(saves.wait))
     assert not list(root.glob("*/step1"))
 
@@ -378,7 +371,7 @@ def a_device_without_an_index_is_the_current_one(root: Path, device: torch.devic
     with Saves(torch.device(device.type), run.app.model.buffers()) as saves:
         run.step_and_save(saves)
         assert saves.device == torch.empty(0, device=device).device
-        snapshots = [copy for copy, _ in saves.plan.snapshots if copy.dim() > 0]
+        snapshots = [copy for copy, _ in saves.staging.plan.snapshots if copy.dim() > 0]
     assert len(snapshots) <= 2  # the buffers of forward and no more
     run.right()
 
@@ -386,9 +379,9 @@ def a_device_without_an_index_is_the_current_one(root: Path, device: torch.devic
 def a_save_after_an_interrupted_wait_waits_for_its_buffers(
     root: Path, device: torch.device
 ) -> None:
-    run = Run(root, device)
-    with Gated(device, run.app.model.buffers()) as saves:
-        gate = saves.gates["step1"] = threading.Event()
+    run, gated = Run(root, device), Gated()
+    with Saves(device, run.app.model.buffers(), writer=gated) as saves:
+        gate = gated.gates["step1"] = threading.Event()
         run.step_and_save(saves)
         wait = saves_module.wait
 
@@ -407,8 +400,13 @@ def a_save_after_an_interrupted_wait_waits_for_its_buffers(
 def saves_outside_the_block_are_refused(root: Path, device: torch.device) -> None:
     saves = Saves(device)
     assert "with Saves" in str(raised(lambda: saves.save({}, root / "x")))
-    for group in saves.groups:
-        dist.destroy_process_group(group)
+    close(saves)
+
+
+def close(saves: Saves) -> None:
+    """End its process groups, whatever has ended them already."""
+    for talk in (saves.calling, saves.writing.talk):
+        raised(talk.close)
 
 
 def every_optimizer_is_ordered_and_none_afterwards(root: Path, device: torch.device) -> None:
@@ -416,18 +414,20 @@ def every_optimizer_is_ordered_and_none_afterwards(root: Path, device: torch.dev
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
     asked = []
 
-    class Asked(Saves):
-        def before_update(self, *args) -> None:
-            asked.append(args[:1])
-            super().before_update(*args)
+    with Saves(device) as saves:
+        before_update = saves.staging.before_update
 
-    with Asked(device) as saves:
+        def noted() -> None:
+            asked.append(True)
+            before_update()
+
+        saves.staging.before_update = noted
         saves.save({"w": weights}, root / "w")
         for weight, optimizer in zip(weights, optimizers, strict=True):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
     optimizers[0].step()
-    assert [args[0] for args in asked if args] == optimizers
+    assert len(asked) == len(optimizers) + 1  # and once at the end of the block
     loaded = {"w": [torch.ones(3), torch.ones(3)]}
     dcp.load(loaded, checkpoint_id=root / "w")
     assert all(torch.equal(weight, torch.zeros(3)) for weight in loaded["w"])
@@ -502,10 +502,15 @@ def leaves_of_every_kind_are_as_they_were(root: Path, device: torch.device) -> N
         "head": tied,
         "sparse": sparse,
     }
-    with Gated(device) as saves:
-        saves.write = lambda state, directory: (directory.mkdir(), saves.states.append(state))
+    states = []
+
+    class Keeps(FileWriter):
+        def write(self, state: dict, target: Target, talk: Talk, threads: int) -> None:
+            states.append(state)
+
+    with Saves(device, writer=Keeps()) as saves:
         saves.save(state, root / "kinds").result(30)
-        (staged,) = saves.states
+        (staged,) = states
         for tensor, host in zip(state["kinds"], staged["kinds"], strict=True):
             as_bits = [t.contiguous().view(torch.uint8).flatten().cpu() for t in (tensor, host)]
             assert host.shape == tensor.shape and host.dtype == tensor.dtype
@@ -566,7 +571,6 @@ ON_ALL_RANKS = (
     a_rank_that_cannot_stage_is_told_to_all,
     a_rank_that_does_not_know_its_tensors_is_told_to_all,
     ranks_that_name_other_directories_are_told,
-    a_busy_rank_makes_all_ranks_skip,
     a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong,
     a_save_that_has_not_begun_when_one_rank_ends_is_told_to_all,
     an_upload_that_outlives_its_group_has_no_name,

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa
 
 from overlap_recipes.checkpoint import writer  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
+from overlap_recipes.checkpoint.stores.store import Target  # noqa: E402
 from overlap_recipes.checkpoint.writer import FileWriter  # noqa: E402
 
 # Gloo gathers no float8, DCP loads no sparse tensor and takes long for thousands.
@@ -119,7 +120,7 @@ def all_kinds(root: Path) -> None:
             expected[step] = copy_of(state)
             saves.save(state, root / str(step))
         saves.wait()
-        assert saves.files.plans == 1, saves.files.plans
+        assert saves.writer.plans == 1, saves.writer.plans
     for step, bits in expected.items():
         same(load(root / str(step), state), bits)
     gathered = {k: v.full_tensor() for k, v in expected[3]["shards"].items()}
@@ -164,7 +165,7 @@ def changed_layouts(root: Path) -> None:
                 bits = copy_of(state)
                 saves.save(state, root / f"{number}{again}").result()
                 same(load(root / f"{number}{again}", state), bits)
-                plans.append(saves.files.plans)
+                plans.append(saves.writer.plans)
     expected = [1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10]
     assert plans == expected, plans
 
@@ -196,20 +197,20 @@ def failed_on_one_rank(root: Path) -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     x = random(1, 8)
 
-    def refuse(state: dict) -> bool:
-        if "refused" in state:
-            raise ValueError("no plan for this")
-        return FileWriter.arrange(saves.files, state)
+    class Refuses(FileWriter):
+        def arranged(self, state: dict) -> writer.Arranged:
+            if "refused" in state:
+                raise ValueError("no plan for this")
+            return super().arranged(state)
 
     more, other, refused = {} if last else {"more": "x"}, {"other": 1}, {"refused": 1}
     states = [{}, {}, more | (refused if last else {}), other if last else {}]
     states.append(more | (other if last else {}))
-    with Saves(CPU) as saves:
-        saves.files.arrange = refuse
+    with Saves(CPU, writer=Refuses()) as saves:
         for n, state in enumerate(states):
             error = saves.save({"x": x, **state}, root / str(n)).exception()
             assert (error is None) == (n != 2) and ("no plan" in str(error)) == (n == 2), error
-        saves.failures.clear()
+        saves.writing.failures.clear()
     assert {"x", "more", "other"} <= set(alone(root / "4")), alone(root / "4").keys()
 
 
@@ -245,15 +246,15 @@ def metadata_last(root: Path) -> None:
     """``.metadata`` is written when the slowest rank has ended, not before."""
     write_file, marks = writer.write_file, root / "marks"
 
-    def slowly(path: Path, pieces: list) -> None:
+    def slowly(target: Target, name: str, pieces: list) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             time.sleep(0.5)
-        if path.name == ".metadata":
+        if name == ".metadata":
             ended = len(list(marks.iterdir()))
             assert ended == dist.get_world_size(), f"{ended} ranks had ended"
-        write_file(path, pieces)
-        if path.name != ".metadata":
-            (marks / path.stem).touch()
+        write_file(target, name, pieces)
+        if name != ".metadata":
+            (marks / Path(name).stem).touch()
 
     writer.write_file = slowly
     marks.mkdir(exist_ok=True)
@@ -277,7 +278,7 @@ def many_tensors(root: Path) -> None:
     """Once planned, ten thousand tensors cost a few calls and a fraction of the interpreter."""
     state = {f"layer{n}.weight": random(n % 7, 8) for n in range(10_000)} | {"step": 0}
     calls, seconds, saved = [], [], []
-    pwritev, write, save = os.pwritev, Saves.write, torch.save
+    pwritev, write, save = os.pwritev, FileWriter.write, torch.save
 
     def counted(*args) -> int:
         calls[-1] += 1
@@ -294,14 +295,14 @@ def many_tensors(root: Path) -> None:
         saved[-1] += 1
         save(*args, **kwargs)
 
-    os.pwritev, Saves.write, torch.save = counted, timed, counted_save
+    os.pwritev, FileWriter.write, torch.save = counted, timed, counted_save
     with Saves(CPU) as saves:
         for step in range(4):
             state["step"] = step
             saves.save(state, root / str(step))
-    os.pwritev, Saves.write, torch.save = pwritev, write, save
+    os.pwritev, FileWriter.write, torch.save = pwritev, write, save
     print(f"calls {calls}, serialised {saved}, seconds {[round(s, 3) for s in seconds]}")
-    assert saves.files.plans == 1
+    assert saves.writer.plans == 1
     assert calls[3] <= 3 * 10_000 / 1024 + 4, calls
     assert saved[3] <= 1, saved  # the step
     assert seconds[3] < seconds[0] / 5, seconds  # the planning and all distinct shapes

@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPO / "recipes_source" / "checkpoint"), str(REPO)]
+sys.path[:0] = [str(REPO / "recipes_source" / "checkpoint"), str(REPO), str(REPO / "tests")]

@@ -11,10 +11,10 @@ import shutil
 from pathlib import Path
 
 from fork_server import serve
+from kept_saves import newest_step, wrong
 
 from faults import edits, power_cut, soak
 from faults.points import Fault
-from overlap_recipes.checkpoint.durable import faults, newest_step
 
 SECOND_COMMIT = 11  # the hit of point "rename" on rank 0 just before the second checkpoint is named
 
@@ -99,14 +99,14 @@ def cut(scratch: Path, seed: str, chances: str, *names: str) -> dict:
             root, scratch / f"job{number}", edit=edit, log=power_cut.OperationLog(root, log)
         )
         assert len(told.ended) == soak.RANKS, told
-        states, wrong = 0, None
+        states, lost = 0, None
         for state, durable, what in power_cut.cuts(log, scratch, int(seed), int(chances)):
             states += 1
-            found = power_cut.judge(state, durable, newest_step, faults)
+            found = power_cut.judge(state, durable, newest_step, wrong)
             if found:
-                wrong = f"{what}: {found}"
+                lost = f"{what}: {found}"
                 break
-        answers[name] = {"states": states, "wrong": wrong, "committed": sorted(told.durable())}
+        answers[name] = {"states": states, "wrong": lost, "committed": sorted(told.durable())}
     return answers
 
 

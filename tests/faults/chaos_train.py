@@ -19,7 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults import edits, job  # noqa: I001 (its import finds the recipes)
 
-from overlap_recipes.checkpoint import durable, restart, retention
+from kept_saves import KeptSaves, newest_step
+from overlap_recipes.checkpoint.kept import choose
+from overlap_recipes.checkpoint.stores.directory import POINTER, Directory
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ckpt_chaos.targets.common import arm_from_env
@@ -29,7 +31,7 @@ STEPS, SAVE_EVERY = 6, 2
 
 
 def by_pointer(root: Path) -> int | None:
-    pointer = root / durable.POINTER
+    pointer = root / POINTER
     return int(pointer.read_text().removeprefix("step")) if pointer.exists() else None
 
 
@@ -41,18 +43,18 @@ def train(root: Path) -> None:
     try:
         app = build_app(device)
         if edit is None:
-            chosen = [durable.newest_step(root, digests=True)]
+            chosen = [newest_step(root, every_byte=True)]
             dist.broadcast_object_list(chosen)
         else:  # what is newer is set aside, or it would be in the way
-            chosen = [restart.choose(root, by_pointer(root))]
+            chosen = [choose(Directory(root), by_pointer(root))]
         if chosen[0] is not None:
             dcp.load({"app": app}, checkpoint_id=root / f"step{chosen[0]}")
         print(f"resumed from step {chosen[0] or 0}", flush=True)
-        with retention.RetainedSaves(root, device, app.model.buffers(), keep_last=100) as saves:
+        with KeptSaves(root, device, app.model.buffers()) as saves:
             while app.step < STEPS:
                 train_step(app, device)
                 if app.step % SAVE_EVERY == 0:
-                    saves.save({"app": app}, root / f"step{app.step}")
+                    saves.save({"app": app}, app.step)
         own = job.digest(app)
         digests = [None] * dist.get_world_size()
         dist.all_gather_object(digests, own)

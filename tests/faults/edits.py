@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
-from overlap_recipes.checkpoint import durable, retention, writer
-
-IN_ORDER = (writer, durable, retention)  # each takes names from those before it
+from overlap_recipes.checkpoint import kept
+from overlap_recipes.checkpoint.stores import directory
 
 
 @dataclass(frozen=True)
@@ -18,44 +17,60 @@ class Edit:
     replace: str
 
     def apply(self) -> None:
-        """Give the imported module the edited code, and those that took names from it."""
-        source = Path(self.module.__file__).read_text()
+        """Give the functions of the imported module the edited code, whoever has taken them."""
+        file = self.module.__file__
+        source = Path(file).read_text()
         assert source.count(self.find) == 1, f"{self.find!r} occurs {source.count(self.find)} times"
-        for module in IN_ORDER:
-            text = Path(module.__file__).read_text()
-            if module is self.module:
-                text = text.replace(self.find, self.replace)
-            exec(compile(text, module.__file__, "exec"), module.__dict__)
+        edited = {"__name__": self.module.__name__, "__package__": self.module.__package__}
+        exec(compile(source.replace(self.find, self.replace), file, "exec"), edited)
+        for name, own in vars(self.module).items():
+            if getattr(own, "__module__", None) != self.module.__name__:
+                continue
+            if isinstance(own, FunctionType):
+                own.__code__ = edited[name].__code__
+            elif isinstance(own, type):
+                for method, function in vars(own).items():
+                    if isinstance(function, FunctionType) and method in vars(edited[name]):
+                        function.__code__ = vars(edited[name])[method].__code__
 
 
 POINTER_FIRST = Edit(
-    durable,
-    """        aside.rename(directory)
-        flush(directory.parent)
-        write_durably(directory.with_name(POINTER), directory.name)
+    directory,
+    """        Path(place).rename(directory)
+        flush(self.root)
+        write_durably(self.root / POINTER, directory.name)
 """,
-    """        write_durably(directory.with_name(POINTER), directory.name)
-        aside.rename(directory)
-        flush(directory.parent)
+    """        write_durably(self.root / POINTER, directory.name)
+        Path(place).rename(directory)
+        flush(self.root)
 """,
 )
 DELETE_FIRST = Edit(
-    retention,
-    """        super().commit(aside, directory)
-        if self.rank == 0:
+    kept,
+    """        self.store.commit(self.step, self.place, files)
+        self.prune()
 """,
-    """        if self.rank == 0:
-            for step in committed_steps(self.root):
-                delete(self.root, step)
-        super().commit(aside, directory)
-        if self.rank == 0:
+    """        for step in self.store.steps():
+            self.store.remove(step)
+        self.store.commit(self.step, self.place, files)
 """,
 )
-NO_FILE_FLUSH = Edit(writer, "        os.fsync(file)\n", "")
-NO_DIRECTORY_FLUSH = Edit(durable, "    flush(path.parent)\n", "")
-NO_ROOT_FLUSH = Edit(durable, "        flush(directory.parent)\n", "")
+NO_FILE_FLUSH = Edit(
+    directory,
+    """            if kind is None:
+                os.fsync(self.stream.fileno())
+""",
+    """            pass
+""",
+)
+NO_DIRECTORY_FLUSH = Edit(directory, "        flush(Path(place))\n", "        pass\n")
+NO_ROOT_FLUSH = Edit(
+    directory,
+    "        flush(self.root)\n        write_durably(",
+    "        write_durably(",
+)
 RENAME_BEFORE_FLUSH = Edit(
-    durable,
+    directory,
     """    flush(aside)
     aside.replace(path)
 """,
@@ -63,7 +78,11 @@ RENAME_BEFORE_FLUSH = Edit(
     flush(path)
 """,
 )
-DELETION_NOT_FLUSHED = Edit(retention, "    flush(root)\n", "")
+DELETION_NOT_FLUSHED = Edit(
+    directory,
+    "        flush(self.root)\n        shutil.rmtree(doomed)",
+    "        shutil.rmtree(doomed)",
+)
 BY_KILL = {"pointer before rename": POINTER_FIRST, "delete before durable": DELETE_FIRST}
 BY_POWER_CUT = {
     "files not flushed": NO_FILE_FLUSH,

@@ -15,6 +15,7 @@ from faults.points import BALLAST, Fault, Points, tell
 from faults.power_cut import OperationLog
 from faults.ways import WAYS, Way
 from overlap_recipes.checkpoint import saves as saves_module
+from overlap_recipes.checkpoint import talk as talk_module
 
 basic.WIDTH, basic.HIDDEN = 16, 64
 STEPS, SAVE_EVERY, KEEP_LAST = 10, 2, 2
@@ -46,7 +47,7 @@ def run(
     if edit is not None:
         edit.apply()
     torch.set_num_threads(1)
-    saves_module.DEADLINE_S = saves_module.EXIT_S = GROUP_TIMEOUT.total_seconds()
+    talk_module.DEADLINE_S = saves_module.EXIT_S = GROUP_TIMEOUT.total_seconds()
     if fault is not None and fault.rank != rank:
         fault = None
     points = Points(fault, root, pipe)

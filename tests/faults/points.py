@@ -33,7 +33,6 @@ POINTS = (
     "deletion",
 )
 STAGERS = (
-    "checkpoint/saves.py",
     "checkpoint/copies.py",
     "staging.py",
     "_state_dict_stager.py",

@@ -186,10 +186,10 @@ def judge(state: Path, durable: set[int], newest_step, faults) -> str | None:
     chosen = newest_step(state)
     if durable and (chosen is None or chosen < max(durable)):
         return f"step {max(durable)} was durable, {chosen} is chosen"
-    if chosen is not None and (found := faults(state / f"step{chosen}", digests=True)):
+    if chosen is not None and (found := faults(state / f"step{chosen}", True)):
         return f"step {chosen} is chosen: {found}"
     for directory in state.glob("step*"):
-        if directory.name[4:].isdigit() and (found := faults(directory, digests=True)):
+        if directory.name[4:].isdigit() and (found := faults(directory, True)):
             return f"{directory.name} has its name and is not whole: {found}"
     pointer = state / "latest"
     if pointer.exists():

@@ -9,12 +9,12 @@ import _toys as basic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from kept_saves import KeptSaves, newest_step
 
 from faults.job import digest
 from faults.points import Fault, Points, tell
 from faults.soak import run_ranks
 from overlap_recipes.checkpoint import preemption
-from overlap_recipes.checkpoint.durable import DurableSaves, newest_step
 
 STEPS, SAVE_EVERY, RANKS = 20, 2, 2
 GRACE_S = {"late": 4.0}  # of a save that does not end in time; others have a minute
@@ -54,13 +54,13 @@ def train(rank: int, ranks: int, store: Path, pipe: int, root: Path, fault: Faul
         optimizer_step()
 
     app.optimizer.step = struck_step
-    with leaving, DurableSaves(torch.device("cpu"), app.model.buffers()) as saves:
+    with leaving, KeptSaves(root, "cpu", app.model.buffers()) as saves:
         while app.step < STEPS:
             basic.train_step(app, torch.device("cpu"))
             leave = leaving.agreed()
             if leave or app.step % SAVE_EVERY == 0:
                 tell(pipe, event="saving", step=app.step, digest=digest(app))
-                saves.save({"app": app}, root / f"step{app.step}")
+                saves.save({"app": app}, app.step)
             if leave:
                 break
     tell(pipe, event="ended", digest=digest(app))

@@ -34,15 +34,14 @@ def note(root: Path, what: str, when: float | None = None) -> None:
 
 def train(root: Path, model_name: str, struck: str) -> int:
     """What torchrun starts; ``struck``: by a kill of rank 1, or by SIGTERM to torchrun."""
-    sys.path[:0] = [str(REPO / "recipes_source" / "checkpoint"), str(REPO)]
+    sys.path[:0] = [str(REPO / "recipes_source" / "checkpoint"), str(REPO), str(REPO / "tests")]
     import torch
     import torch._dynamo  # noqa: F401 (what the first optimizer step imports)
     import torch.distributed as dist
     from _toys import start_rank
+    from kept_saves import KeptSaves, resume
 
-    from overlap_recipes.checkpoint import preemption, restart
-    from overlap_recipes.checkpoint.restart import Run, resume
-    from overlap_recipes.checkpoint.retention import RetainedSaves
+    from overlap_recipes.checkpoint import TrainingState, kept, preemption
 
     leaving = preemption.Preemption(grace_s=60)
     note(root, "started", STARTED)
@@ -53,20 +52,20 @@ def train(root: Path, model_name: str, struck: str) -> int:
         model = built(model_name, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 100))
-        run = Run(model, optimizer, schedule)
+        run = TrainingState(model, optimizer, schedule=schedule)
         note(root, "built")
-        choose = restart.choose
+        choose = kept.choose
 
         def chosen(*args) -> int | None:
             step = choose(*args)
             note(root, "chosen")
             return step
 
-        restart.choose = chosen
-        resume(run, root)
+        kept.choose = chosen
+        resume({"run": run}, root)
         note(root, "loaded")
         first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and run.step == 0
-        with leaving, RetainedSaves(root, device, model.buffers(), keep_last=2) as saves:
+        with leaving, KeptSaves(root, device, model.buffers(), keep_last=2) as saves:
             while run.step < STEPS:
                 torch.manual_seed(run.step)
                 tokens = torch.randint(256, (1, 32), device=device)
@@ -87,7 +86,7 @@ def train(root: Path, model_name: str, struck: str) -> int:
                     time.sleep(1)  # torchrun passes it on
                 leave = leaving.agreed()
                 if leave or run.step % SAVE_EVERY == 0:
-                    saves.save({"run": run}, root / f"step{run.step}")
+                    saves.save({"run": run}, run.step)
                 if leave:
                     break
         if dist.get_rank() == 0:

@@ -26,13 +26,14 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
+from kept_saves import wrong as wrong_in
+
 from benchmarks.code_versions import code_of_today
 from faults import job
 from faults.edits import Edit
 from faults.points import BALLAST, POINTS, Fault
 from faults.power_cut import OperationLog
 from faults.ways import WAYS
-from overlap_recipes.checkpoint import durable
 
 RANKS = 2
 DEADLINE_S = 25.0  # for a struck job to end by itself, or to be resumed and end
@@ -338,7 +339,7 @@ class Observer:
         """The pointer may be late, it may not name what is no checkpoint."""
         pointer = root / "latest"
         name = pointer.read_text() if pointer.exists() else None
-        if name in (None, f"step{damaged}") or not durable.faults(root / name):
+        if name in (None, f"step{damaged}") or not wrong_in(root / name):
             return []
         return [f"the pointer names {name!r}, which is not whole"]
 

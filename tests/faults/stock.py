@@ -7,18 +7,39 @@ from pathlib import Path
 import _toys
 import torch
 import torch.distributed as dist
+from kept_saves import KeptSaves, resume
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from faults.points import Fault, Points, tell
 from faults.soak import run_ranks
-from overlap_recipes.checkpoint.restart import Run, resume
-from overlap_recipes.checkpoint.retention import RetainedSaves
+from overlap_recipes.checkpoint import TrainingState
 
 STEPS, SAVE_EVERY, SAMPLES_A_STEP, LENGTH = 20, 1, 12, 16
 WITHIN_SAVES = 3  # an interruption strikes in one of so many saves from the start of a run
 TARGETS = ("planning", "writing", "metadata", "rename", "pointer", "deletion", "step")
+
+
+class Run:
+    """A training state with the parts that a loop needs by name."""
+
+    def __init__(self, model, optimizer, schedule) -> None:
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        self.state = TrainingState(model, *self.optimizers, schedule=schedule)
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.state.step = step
+
+    @property
+    def samples(self) -> int:
+        return SAMPLES_A_STEP * self.step
 
 
 def build(dropout: float) -> Run:
@@ -60,7 +81,7 @@ def train_step(run: Run) -> float:
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.schedule.step()
-    run.step, run.samples = run.step + 1, run.samples + SAMPLES_A_STEP
+    run.step += 1
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
@@ -69,7 +90,7 @@ def train_step(run: Run) -> float:
 def digest(run: Run) -> str:
     """Of the whole state but the random numbers: the same on any number of ranks."""
     sha256 = hashlib.sha256()
-    for path, leaf in sorted(_toys.leaves(whole(run.state_dict())).items()):
+    for path, leaf in sorted(_toys.leaves(whole(run.state.state_dict())).items()):
         if "per_rank" not in path and "has_state" not in path:
             content = leaf.numpy().tobytes() if torch.is_tensor(leaf) else repr(leaf)
             sha256.update(f"{path} {content!r}".encode())
@@ -93,17 +114,17 @@ def train(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     points = Points(fault if fault and fault.rank == rank else None, root, pipe)
     run = build(dropout)
-    step = resume(run, root)
+    step = resume({"run": run.state}, root)
     tell(pipe, event="resumed", step=step or None, digest=digest(run))
     points.install()
-    with RetainedSaves(root, torch.device("cpu"), keep_last=2) as saves:
+    with KeptSaves(root, keep_last=2) as saves:
         while run.step < STEPS:
             loss = train_step(run)
             tell(pipe, event="loss", step=run.step, loss=loss)
             points.hit("step", "after a step")
             if run.step % SAVE_EVERY == 0:
                 tell(pipe, event="saving", step=run.step, digest=digest(run))
-                saves.save({"run": run}, root / f"step{run.step}")
+                saves.save({"run": run.state}, run.step)
     tell(pipe, event="counts", counts=dict(points.counts))
     tell(pipe, event="ended", digest=digest(run))
     dist.destroy_process_group()

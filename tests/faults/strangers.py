@@ -4,13 +4,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from kept_saves import KeptSaves, resume
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from faults.points import tell
-from faults.stock import digest
-from overlap_recipes.checkpoint.restart import Run, resume
-from overlap_recipes.checkpoint.retention import RetainedSaves
+from faults.stock import Run, digest
 
 STEPS, INTERRUPTED_AT = 6, 3
 
@@ -66,7 +65,7 @@ def train_to(run: Run, until: int) -> None:
         generator = torch.Generator().manual_seed(run.step * 10 + dist.get_rank())
         tokens = torch.randint(64, (2, 16), generator=generator)
         run.model(input_ids=tokens, labels=tokens).loss.backward()
-        for optimizer in run.optimizer if isinstance(run.optimizer, list) else [run.optimizer]:
+        for optimizer in run.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         run.schedule.step()
@@ -81,32 +80,32 @@ def train(rank: int, ranks: int, store: Path, pipe: int, root: Path, kind: str) 
     alone = build(kind, 0)
     train_to(alone, STEPS)
     first = build(kind, 0)
-    with RetainedSaves(root, torch.device("cpu"), keep_last=5) as saves:
-        saves.save({"run": first}, root / "step0")
+    with KeptSaves(root) as saves:
+        saves.save({"run": first.state}, 0)
         train_to(first, INTERRUPTED_AT)
-        saves.save({"run": first}, root / f"step{INTERRUPTED_AT}")
+        saves.save({"run": first.state}, INTERRUPTED_AT)
         train_to(first, STEPS)
     answers = {"saved": digest(first) == digest(alone)}
     for step in (0, INTERRUPTED_AT):
         again = build(kind, 1)
-        resume(again, root, step=step)
+        resume({"run": again.state}, root, step)
         train_to(again, STEPS)
         answers[f"resumed from {step}"] = digest(again) == digest(alone)
         if rank == 0:  # a rollback has set it aside
             for aside in root.glob(f"step{INTERRUPTED_AT}.set-aside-*"):
                 aside.rename(root / f"step{INTERRUPTED_AT}")
         dist.barrier()
-    with RetainedSaves(root / "back", torch.device("cpu")) as saves:  # a load in mid-run
+    with KeptSaves(root / "back") as saves:  # a load in mid-run
         for step in (1, 2):
             again = build(kind, 0) if step == 1 else again
             train_to(again, step)
-            saves.save({"run": again}, root / "back" / f"step{step}")
+            done = saves.save({"run": again.state}, step)
         saved = digest(again)
-        saves.wait()
-        resume(again, root / "back", step=1)
+        done.result()
+        resume({"run": again.state}, root / "back", 1)
         train_to(again, 2)
         answers["gone back in mid-run"] = digest(again) == saved
-        saves.save({"run": again}, root / "back" / "step2")
+        saves.save({"run": again.state}, 2)
     tell(pipe, event="ended", digest=answers)
     dist.destroy_process_group()
 
@@ -117,13 +116,13 @@ def leave_by(rank: int, ranks: int, store: Path, pipe: int, root: Path, how: str
     store = dist.FileStore(str(store), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     run = build("tied", 0)
-    step = resume(run, root)
+    step = resume({"run": run.state}, root)
     tell(pipe, event="resumed", step=step or None, digest=digest(run))
-    with RetainedSaves(root, torch.device("cpu"), keep_last=5) as saves:
+    with KeptSaves(root) as saves:
         while run.step < STEPS:
             train_to(run, run.step + 1)
             tell(pipe, event="saving", step=run.step, digest=digest(run))
-            saves.save({"run": run}, root / f"step{run.step}")
+            saves.save({"run": run.state}, run.step)
             if run.step == INTERRUPTED_AT and step == 0:
                 if how == "Ctrl-C":
                     raise KeyboardInterrupt

@@ -10,11 +10,12 @@ from pathlib import Path
 import _toys as basic
 import torch
 import torch.distributed as dist
+from kept_saves import KeptSaves, steps_in, wrong
 
 from faults.job import digest
 from faults.points import Fault, Points, tell
 from faults.soak import run_ranks
-from overlap_recipes.checkpoint import durable, retention
+from overlap_recipes.checkpoint.stores.directory import Directory
 
 STEPS, SAVE_EVERY, RANKS = 8, 2, 2
 FROM, TO = 4, 6  # the save of step 4 is in trouble, that of step 6 no more
@@ -44,14 +45,14 @@ def train(rank: int, ranks: int, store: Path, pipe: int, root: Path, name: str) 
     trouble = TROUBLES.get(name)
     if name == "deletion":
         Points(Fault("raise", "deletion", 0, 1) if rank == 0 else None, root, pipe).install()
-    with retention.RetainedSaves(root, torch.device("cpu"), keep_last=2) as saves:
+    with KeptSaves(root, keep_last=2) as saves:
         while app.step < STEPS:
             basic.train_step(app, torch.device("cpu"))
             if app.step % SAVE_EVERY == 0:
                 if app.step in (FROM, TO) and rank == 0 and trouble:
                     trouble(root, app.step == FROM)
                 dist.barrier()
-                upload = saves.save({"app": app}, root / f"step{app.step}")
+                upload = saves.save({"app": app}, app.step)
                 error = upload.exception()
                 tell(
                     pipe, event="failed" if error else "committed", step=app.step, error=str(error)
@@ -66,8 +67,7 @@ def trouble(scratch: Path, name: str) -> dict:
     root = scratch / "root"
     root.mkdir()
     told = run_ranks(train, RANKS, scratch / "job", (root, name))
-    steps = durable.committed_steps(root)
-    whole = sorted(step for step in steps if not durable.faults(root / f"step{step}", True))
+    whole = sorted(step for step in steps_in(root) if not wrong(root / f"step{step}", True))
     logs = [file.read_text() for file in (scratch / "job").glob("*.log")]
     return {"failed": told.failed, "whole": whole, "same_bits": told.ended, "logs": logs}
 
@@ -77,7 +77,7 @@ def lease_of_a_killed_rank(scratch: Path) -> str:
     reading, writing = os.pipe()
     holder = os.fork()
     if holder == 0:
-        saves = retention.RetainedSaves(scratch, torch.device("cpu"))
+        saves = KeptSaves(scratch)
         saves.__enter__()
         if os.fork() == 0:
             os.write(writing, b"forked")
@@ -89,7 +89,7 @@ def lease_of_a_killed_rank(scratch: Path) -> str:
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
     try:
-        os.close(retention.take_lease(scratch))
+        Directory(scratch).lock()
     except RuntimeError as error:
         return str(error)
     return "free"

@@ -15,9 +15,10 @@ import _toys as basic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from kept_saves import KeptSaves, newest_step, steps_in
 
 from faults.points import Fault, Points, point_of, tell
-from overlap_recipes.checkpoint import CheckpointManager, TrainingState, durable, retention
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState
 
 PATIENCE_S = 8  # for other ranks, where a way lets one say so
 
@@ -50,23 +51,23 @@ class Way:
             self.latest.result()
 
 
-class Recipe(Way):
-    """``RetainedSaves``, and the newest checkpoint whose digests are right."""
+class Kept(Way):
+    """Kept saves, and the newest checkpoint whose digests are right."""
 
     def resume(self) -> None:
-        chosen = [durable.newest_step(self.root, digests=True)]
+        chosen = [newest_step(self.root, every_byte=True)]
         dist.broadcast_object_list(chosen)
         if chosen[0] is not None:
             dcp.load({"app": self.app}, checkpoint_id=self.root / f"step{chosen[0]}")
 
     def __enter__(self) -> Way:
         device, buffers = torch.device("cpu"), self.app.model.buffers()
-        self.saves = retention.RetainedSaves(self.root, device, buffers, keep_last=self.keep_last)
+        self.saves = KeptSaves(self.root, device, buffers, keep_last=self.keep_last)
         self.saves.__enter__()
         return self
 
     def save(self) -> Future:
-        self.latest = self.saves.save({"app": self.app}, self.root / f"step{self.app.step}")
+        self.latest = self.saves.save({"app": self.app}, self.app.step)
         return self.latest
 
     def __exit__(self, *error: object) -> None:
@@ -218,7 +219,7 @@ class TorchCheckpointing(Way):
         self.held.__exit__(None, None, None)
 
     def resume(self) -> None:
-        chosen = [next(iter(durable.committed_steps(self.root)), None)]
+        chosen = [next(iter(steps_in(self.root)), None)]
         dist.broadcast_object_list(chosen)
         if chosen[0] is not None:
             directory = self.root / f"step{chosen[0]}"
@@ -238,7 +239,7 @@ class TorchCheckpointing(Way):
 
 
 WAYS = {
-    "retention": Recipe,
+    "retention": Kept,
     "manager": Manager,
     "async_save": AsyncSave,
     "torchtitan": Torchtitan,

@@ -37,17 +37,17 @@ def main(directory: Path) -> None:
         prepared = saves.prepare({"app": app, "history": []})
         basic.train(app, 2, device)
         prepared.result()
-        assert saves.files.plans == 1, "the first save would have to plan"
+        assert saves.writer.plans == 1, "the first save would have to plan"
         for step in range(3, 6):
             basic.train_step(app, device)
             expected[step] = basic.snapshot(app)
             saves.save({"app": app, "history": history(step)}, root / f"step{step}")
-    assert saves.files.plans == 1, "planned more than once"
+    assert saves.writer.plans == 1, "planned more than once"
     for step, bits in expected.items():
         loaded = basic.load_app(root / f"step{step}", device)
         basic.assert_same_bits(loaded, bits)
         state = {"app": whole(loaded.state_dict()), "history": history(step)}
-        if saves.rank == 0:
+        if dist.get_rank() == 0:
             dcp_to_torch_save(root / f"step{step}", root / "whole.pt")
             found = basic.leaves(torch.load(root / "whole.pt", "cpu", weights_only=False))
             assert all(basic.same_bits(found[p], x) for p, x in basic.leaves(state).items()), step

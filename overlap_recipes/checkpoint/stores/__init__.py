@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/stores/__init__.py
+"""Where checkpoints lie: a directory that all ranks see, or an object store. See ``Store``."""
+
+from pathlib import Path
+
+from .directory import Directory
+from .store import Store
+
+
+def store_of(root: Path | str) -> Store:
+    """The store of ``root``: a directory, or a URL that fsspec knows.
+
+    Raises:
+        ValueError: ``root`` is a URL as a ``Path``.
+        ImportError: it is a URL, and fsspec is not installed.
+    """
+    is_url = "://" in str(root)
+    scheme, _, _ = str(root).partition("/")  # Path("s3://b") is "s3:/b"
+    if scheme.endswith(":") and not is_url:
+        raise ValueError(f"{root} has lost a slash, as a Path does: give the URL as text")
+    if not is_url:
+        return Directory(root)
+    from .objects import Objects  # which needs fsspec
+
+    return Objects(str(root))

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/stores/directory.py
+"""Checkpoints in a directory that all ranks see; and a plain folder, for trainers.
+
+Below the root: ``step5``, a checkpoint; ``step5.incomplete``, one that is being written, or whose
+job has died; ``step5.deleted``, the same of a deletion; ``step5.set-aside-<time>`` and
+``step5.damaged-<time>``, what nobody resumes; ``latest``, the name of the newest one, for people
+and other programs; ``lease``, locked by the job that saves here; ``probe.<name>``, for a moment.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..digests import described, faults
+from ..reader import Reader
+from .store import name_of, steps_of
+
+LOG = logging.getLogger(__name__)
+LEASE = "lease"  # in the root: locked by the job that writes here
+POINTER = "latest"  # in the root: the name of the newest checkpoint, for people and other programs
+LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave behind
+HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # of a lock that another process has
+
+
+def flush(path: Path) -> None:
+    """Return when ``path``, a file or a directory, is on the storage."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` in one step: readers see the old content or the new."""
+    aside = path.with_name(f"{path.name}.new")
+    aside.write_text(text)
+    flush(aside)
+    aside.replace(path)
+    flush(path.parent)
+
+
+class FileSink:
+    """A file in a directory, on the storage when its block ends; see ``Sink``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.at = 0
+        self.stream = path.open("wb")
+
+    def __enter__(self) -> "FileSink":
+        return self
+
+    def write(self, nbytes: int, buffers: Sequence) -> None:
+        file = self.stream.fileno()
+        written = os.pwritev(file, buffers, self.at)
+        while written < nbytes:  # some file systems take less at a time
+            rest = memoryview(b"".join(buffers))[written:]
+            written += os.pwrite(file, rest, self.at + written)
+        self.at += nbytes
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                os.fsync(self.stream.fileno())
+        finally:
+            self.stream.close()
+
+    def described(self) -> dict[str, object]:
+        with self.path.open("rb") as stream:
+            return described(stream)
+
+
+class Directory:
+    """A directory that all ranks see; see ``Store``."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root).absolute()
+        self.lease: int | None = None  # a file descriptor, which holds the lock until it is closed
+
+    def open(self) -> None:
+        self.lock()
+        os.register_at_fork(after_in_child=self.close)  # each process closes its own copy
+        for pattern in LEFTOVERS:
+            for leftover in self.root.glob(pattern):
+                shutil.rmtree(leftover)
+
+    def lock(self) -> None:
+        """Lock the root for this process.
+
+        Raises:
+            RuntimeError: another process holds it; the file system has no locks.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        lease = os.open(self.root / LEASE, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lease)
+            if error.errno in HELD:
+                raise RuntimeError(
+                    f"another job writes to {self.root}: end it or use another root"
+                ) from error
+            raise RuntimeError(
+                f"cannot lock {self.root}: {error}. If its file system has no locks, mount it "
+                f"with locks (Lustre: -o flock; NFS: version 4, or with lockd) or take another root"
+            ) from error
+        self.lease = lease
+
+    def close(self) -> None:
+        if self.lease is not None:
+            os.close(self.lease)
+            self.lease = None
+
+    def leave_probe(self) -> str:
+        name = f"probe.{uuid.uuid4().hex}"
+        (self.root / name).touch()
+        return name
+
+    def sees(self, probe: str) -> bool:
+        return (self.root / probe).exists()
+
+    def remove_probe(self, probe: str) -> None:
+        (self.root / probe).unlink()
+
+    def steps(self) -> list[int]:
+        return steps_of(path.name for path in self.root.glob("step*"))
+
+    def wrong(self, step: int, every_byte: bool = False) -> list[str]:
+        directory = self.path_of(step)
+        if not directory.is_dir():
+            return ["there is none"]
+        return faults(self.sizes(step), lambda name: (directory / name).open("rb"), every_byte)
+
+    def sizes(self, step: int) -> dict[str, int]:
+        found = {}
+        for path in self.path_of(step).iterdir():
+            if path.is_file():
+                found[path.name] = path.stat().st_size
+        return found
+
+    def reader(self, step: int) -> Reader:
+        return Reader(self.path_of(step))
+
+    def path_of(self, step: int) -> Path:
+        return self.root / name_of(step)
+
+    def set_aside(self, step: int, why: str) -> None:
+        """The pointer then names the newest that is left."""
+        directory = self.path_of(step)
+        directory.rename(f"{directory}.{why}-{time.time_ns()}")
+        pointer = self.root / POINTER
+        if pointer.exists() and pointer.read_text() == name_of(step):
+            for older in self.steps():
+                if not self.wrong(older):
+                    write_durably(pointer, name_of(older))
+                    break
+
+    def remove(self, step: int) -> None:
+        doomed = self.root / f"{name_of(step)}.deleted"
+        self.path_of(step).rename(doomed)
+        flush(self.root)
+        shutil.rmtree(doomed)
+
+    def unfinished(self) -> list[str]:
+        found = []
+        for pattern in LEFTOVERS:
+            found.extend(path.name for path in self.root.glob(pattern))
+        return found
+
+    def begin(self, step: int, nbytes: int) -> str:
+        free = shutil.disk_usage(self.root).free  # raises if the root is gone
+        if free < nbytes:
+            raise OSError(errno.ENOSPC, f"{nbytes} bytes to write, {free} free", str(self.root))
+        aside = Path(f"{self.path_of(step)}.incomplete")
+        shutil.rmtree(aside, ignore_errors=True)  # left by a commit that failed
+        return str(aside)
+
+    def join(self, place: str) -> None:
+        Path(place).mkdir(parents=True, exist_ok=True)
+
+    def create(self, place: str, name: str) -> FileSink:
+        return FileSink(Path(place, name))
+
+    def settle(self, place: str) -> None:
+        flush(Path(place))
+
+    def commit(self, step: int, place: str, files: dict[str, int]) -> None:
+        directory = self.path_of(step)
+        Path(place).rename(directory)
+        flush(self.root)
+        write_durably(self.root / POINTER, directory.name)
+
+    def drop(self, place: str) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+class Folder:
+    """A directory for one save, with a name of the caller's own; see ``Target``.
+
+    A checkpoint that is there is replaced, if it has no other files than the new one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.name = str(directory)
+        self.place = f"{directory}.incomplete"
+        self.sinks: dict[str, FileSink] = {}
+
+    def begin(self, nbytes: int) -> str:
+        shutil.rmtree(self.place, ignore_errors=True)  # left by a job that died
+        return self.place
+
+    def join(self, place: str) -> None:
+        Path(place).mkdir(parents=True, exist_ok=True)
+
+    def create(self, name: str) -> FileSink:
+        path = Path(self.place, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.sinks[name] = FileSink(path)
+        return self.sinks[name]
+
+    def finish(self, rank: int, ranks: int) -> dict[str, int]:
+        for folder in {sink.path.parent for sink in self.sinks.values()}:
+            flush(folder)
+        return {name: sink.at for name, sink in self.sinks.items()}
+
+    def commit(self, files: dict[str, int]) -> None:
+        older = Path(f"{self.directory}.replaced")
+        if is_checkpoint_of_same_files(self.directory, Path(self.place)):
+            shutil.rmtree(older, ignore_errors=True)
+            self.directory.rename(older)
+        Path(self.place).rename(self.directory)
+        shutil.rmtree(older, ignore_errors=True)
+
+    def abort(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)  # a full disk needs the room
+
+
+def is_checkpoint_of_same_files(older: Path, newer: Path) -> bool:
+    """Whether ``older`` is a checkpoint, and has no file that ``newer`` lacks but shards."""
+    has_shards = False
+    others = set()
+    for path in older.rglob("*"):
+        if path.suffix == ".distcp":
+            has_shards = True
+        else:
+            others.add(path.name)
+    return has_shards and ".metadata" in others and others <= {x.name for x in newer.rglob("*")}

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/talk.py
+"""How the ranks of a job tell each other, during a save, what they have and what has failed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..ranks import on_all_ranks
+
+DEADLINE_S = 600.0  # how long a thread waits for the other ranks
+
+
+class FailedOnRanks(RuntimeError):
+    """What has failed on some ranks of a save, as all of them raise it.
+
+    Attributes:
+        failures: a line for each rank that has failed, without repetitions.
+    """
+
+    def __init__(self, failures: list[str]) -> None:
+        super().__init__("; ".join(failures))
+        self.failures = failures
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Of a call on one rank: what it has returned, or what failed."""
+
+    result: object = None
+    failures: tuple[str, ...] = ()
+
+
+class Talk:
+    """The talk of one thread of each rank with the same thread of the others.
+
+    Without a process group this rank is alone. Ranks wait for each other for ``DEADLINE_S``.
+
+    Attributes:
+        rank, ranks: this rank's number, and how many there are.
+        group: that it goes by; None without a process group.
+        lost: what has ended it: a rank has died, or came too late.
+    """
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.ranks = 1
+        self.group: dist.ProcessGroup | None = None
+        self.lost: Exception | None = None
+        if dist.is_initialized():
+            self.rank = dist.get_rank()
+            self.ranks = dist.get_world_size()
+            deadline = timedelta(seconds=DEADLINE_S)
+            self.group = dist.new_group(backend="gloo", timeout=deadline)
+
+    def together(self, work: Callable, *args: object) -> list:
+        """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""
+        error = None
+        try:
+            own = _Outcome(result=work(*args))
+        except BaseException as failure:
+            error = failure
+            own = _Outcome(failures=self._told(failure))
+        outcomes = [own]
+        if self.group is not None:
+            try:
+                outcomes = on_all_ranks(lambda: own, self.group)
+            except Exception as failure:  # of the exchange: the work has ended
+                self.lost = failure
+                raise
+        failures: dict[str, None] = {}  # each once, in order
+        for outcome in outcomes:
+            failures.update(dict.fromkeys(outcome.failures))
+        if failures:
+            raise FailedOnRanks(list(failures)) from error
+        return [outcome.result for outcome in outcomes]
+
+    def _told(self, failure: BaseException) -> tuple[str, ...]:
+        if isinstance(failure, FailedOnRanks):  # of a call within this one: it tells of all ranks
+            return tuple(failure.failures)
+        cause = failure
+        if getattr(failure, "failures", None):  # DCP's error has those of all ranks
+            cause, _ = next(iter(failure.failures.values()))
+        return (f"rank {self.rank}: {type(cause).__name__}: {cause}",)
+
+    def on_first_rank(self, work: Callable, *args: object) -> object:
+        """Call ``work`` on rank 0; return on all ranks what it returned, or raise on all."""
+
+        def if_first() -> object:
+            return work(*args) if self.rank == 0 else None
+
+        return self.together(if_first)[0]
+
+    def close(self) -> None:
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/writing.py
+"""The thread that writes: one save after the other, each committed when all ranks have written."""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
+from typing import Protocol
+
+import torch
+
+from .state import (
+    REPLICAS_DIFFER,
+    DifferingRanks,
+    differing_names,
+    digests_of_replicas,
+    is_staged,
+    refuse_differing,
+    walk,
+)
+from .stores.store import Target
+from .talk import Talk
+
+LOG = logging.getLogger(__name__)
+FEWEST_THREADS = 2  # that write, unless a save comes before the one before it is written
+
+
+class Writer(Protocol):
+    """What is written of a state that lies in host memory. All ranks call each method."""
+
+    def prepare(self, state: dict, talk: Talk) -> None:
+        """Plan what ``write`` will write of such a state."""
+
+    def write(self, state: dict, target: Target, talk: Talk, threads: int) -> None:
+        """Write this rank's part of ``state`` with so many threads."""
+
+    def forget(self) -> None:
+        """Hold the memory of no state."""
+
+
+@dataclass
+class Job:
+    """One save, for the thread that writes.
+
+    Attributes:
+        number: how many saves this rank has called.
+        state: as it was passed, and then, when ``begin`` has waited, as it was staged.
+        tensors, hosts: of the state, and what is staged of them.
+        copied: an event: all is staged.
+        error: why there is nothing to write; the other ranks are told.
+        compared: done when ranks have compared what they share; it raises if they differ.
+        done: what ``save`` has returned.
+        call_s: how long ``save`` kept the training thread.
+    """
+
+    number: int
+    target: Target
+    state: object = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    hosts: list[torch.Tensor] = field(default_factory=list)
+    copied: object = None
+    error: BaseException | None = None
+    compared: Future = field(default_factory=Future)
+    done: Future = field(default_factory=Future)
+    call_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a rank tells when it begins to write: ``place`` is told by rank 0."""
+
+    number: int
+    name: str
+    place: str
+
+
+class Writing:
+    """Writes saves on a thread of its own.
+
+    Args:
+        device: of the copies that it waits for.
+        talk: with the writing threads of the other ranks.
+        writer: what is written of a state.
+        shared: returns digests, by name, of what must be equal on all ranks.
+        advice: for the message where that is not.
+
+    Attributes:
+        threads: that write at a time.
+        failures: of saves, in order.
+        is_abandoned: training has ended by an exception: what has not begun is not begun.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        talk: Talk,
+        writer: Writer,
+        shared: Callable[[dict], dict[str, str]],
+        advice: str,
+    ) -> None:
+        self.device = device
+        self.talk = talk
+        self.writer = writer
+        self.shared = shared
+        self.advice = advice
+        self.threads = FEWEST_THREADS
+        self.failures: list[BaseException] = []
+        self.is_abandoned = False
+        self.tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.thread: Thread | None = None
+
+    def start(self) -> None:
+        self.thread = Thread(target=self.do_in_turn, name="write", daemon=True)
+        self.thread.start()
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Have ``task`` called when those before it have ended."""
+        self.tasks.put(task)
+
+    def end(self, timeout: float | None) -> bool:
+        """Take no more tasks; return whether all have ended in so many seconds."""
+        self.tasks.put(None)
+        self.thread.join(timeout)
+        return not self.thread.is_alive()
+
+    def do_in_turn(self) -> None:
+        # A new thread would open a context on the first device.
+        torch.get_device_module(self.device).set_device(self.device)
+        for task in iter(self.tasks.get, None):
+            task()
+            del task  # which holds the host tensors of a plan
+
+    def write(self, job: Job) -> None:
+        """Write one state where nobody takes it for a checkpoint; commit it when it is complete."""
+        target = job.target
+        may_be_dropped = False
+        began = time.monotonic()
+        try:
+            told = self.talk.together(self.begin, job)
+            if len({(begun.number, begun.name) for begun in told}) > 1:
+                raise RuntimeError(f"the ranks have called save for others than {target.name}")
+            may_be_dropped = True
+            self.compare(job)
+            copied = time.monotonic()
+            files: dict[str, int] = {}
+            for of_rank in self.talk.together(self.write_files, job, told[0].place):
+                files.update(of_rank)
+            may_be_dropped = False
+            self.talk.on_first_rank(target.commit, files)
+            LOG.info(
+                "%s: the call took %.3f s, staged in %.2f s, written in %.2f s",
+                target.name,
+                job.call_s,
+                copied - began,
+                time.monotonic() - copied,
+            )
+            job.done.set_result(target.name)
+        except BaseException as failure:  # CheckpointException is no Exception
+            if self.talk.rank == 0 and may_be_dropped:
+                target.abort()
+            LOG.error("no checkpoint in %s: %s", target.name, failure)
+            if not job.compared.done():
+                job.compared.set_result(None)
+            self.failures.append(failure)
+            job.done.set_exception(failure)
+
+    def begin(self, job: Job) -> Begun:
+        """Wait for the copies. Until then this thread leaves the interpreter to the training."""
+        if self.is_abandoned and self.talk.group is not None:
+            raise RuntimeError("training has ended by an exception")  # others may not have called
+        if job.error is not None:
+            raise job.error
+        job.copied.synchronize()
+        job.state = staged(job.state, job.tensors, job.hosts)
+        place = ""
+        if self.talk.rank == 0:
+            place = job.target.begin(bytes_of_whole(job.state))
+        return Begun(job.number, job.target.name, place)
+
+    def compare(self, job: Job) -> None:
+        """Raise on all ranks if they differ in what they share."""
+        of_ranks = self.talk.together(self.shared, job.state)
+        try:
+            refuse_differing(of_ranks, self.advice)
+        except DifferingRanks as error:
+            job.compared.set_exception(error)
+            raise
+        job.compared.set_result(None)
+        if job.number == 1:
+            replicas = self.talk.together(digests_of_replicas, job.state)
+            differing = differing_names(replicas)
+            if differing and self.talk.rank == 0:
+                LOG.warning(REPLICAS_DIFFER, ", ".join(differing))
+
+    def write_files(self, job: Job, place: str) -> dict[str, int]:
+        """Write this rank's files; return their names and sizes."""
+        job.target.join(place)
+        self.writer.write(job.state, job.target, self.talk, self.threads)
+        return job.target.finish(self.talk.rank, self.talk.ranks)
+
+
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Leave cycles uncollected in all threads.
+
+    A plan is tens of thousands of objects, which set off two or three full collections: each stops
+    the training thread, too, for .2 to .3 s.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def staged(state: object, tensors: list[torch.Tensor], hosts: list[torch.Tensor]) -> object:
+    """``state`` with ``hosts`` in the place of ``tensors``."""
+    host_of = dict(zip(map(id, tensors), hosts, strict=True))
+
+    def in_place_of(leaf: object) -> object:
+        return host_of[id(leaf)] if is_staged(leaf) else leaf
+
+    return walk(state, in_place_of)
+
+
+def bytes_of_whole(state: object) -> int:
+    """Bytes that a checkpoint has of the tensors in nested dicts and lists.
+
+    A DTensor counts with the shards of all ranks, and any other tensor once, since one rank writes
+    it. What only other ranks hold, as in a pipeline, does not count.
+    """
+    if isinstance(state, dict):
+        return sum(bytes_of_whole(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(bytes_of_whole(value) for value in state)
+    if torch.is_tensor(state):
+        return state.shape.numel() * state.dtype.itemsize  # a DTensor has the shape of the whole
+    return 0
