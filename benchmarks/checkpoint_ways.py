@@ -236,7 +236,7 @@ class OverlappedWriter(Way):
 
     def open(self) -> None:
         self.saves = Saves(self.device, self.app.model.buffers, **self.options)
-        self.saves.begin = self.begin  # a thread of its own would take the interpreter
+        self.saves.writing.begin = self.begin  # a thread of its own would take the interpreter
         self.saves.__enter__()
         self.state = LibraryApp(self.app)
 
@@ -246,7 +246,8 @@ class OverlappedWriter(Way):
 
     def begin(self, *arguments: object) -> object:
         """What the writing thread does first: it waits for the copies."""
-        begun = type(self.saves).begin(self.saves, *arguments)
+        writing = self.saves.writing
+        begun = type(writing).begin(writing, *arguments)
         self.under_way.note("staged_at")
         return begun
 

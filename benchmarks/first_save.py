@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import Results, intervals_of, medians, trimmed_mean  # noqa: E402
 from benchmarks.workloads import HOST_BOUND, LLAMAS, StockLoop, shard, stock  # noqa: E402
+from overlap_recipes.checkpoint.preparation import Preparation  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
 from overlap_recipes.checkpoint.state import TrainingState  # noqa: E402
 
@@ -45,15 +46,22 @@ BETWEEN = 60  # steps from ``prepare`` to the save
 AFTER = 2
 
 
-class TimedSaves(Saves):
+class Asked:
     """Notes how long it takes to ask for the state."""
 
-    asked_at = ask_s = 0.0
+    def __init__(self) -> None:
+        self.at = 0.0
+        self.took_s = 0.0
 
-    def ask_to_prepare(self, wanted: object) -> None:
-        self.asked_at = time.perf_counter()
-        super().ask_to_prepare(wanted)
-        self.ask_s = time.perf_counter() - self.asked_at
+    def watch(self, preparation: Preparation) -> None:
+        ask = preparation.ask
+
+        def timed() -> None:
+            self.at = time.perf_counter()
+            ask()
+            self.took_s = time.perf_counter() - self.at
+
+        preparation.ask = timed
 
 
 def lost(ends: list[float], step_s: float) -> float:
@@ -81,13 +89,15 @@ def sample(loop: StockLoop, device: torch.device, prepared: bool, storage: Path)
     made = Path(tempfile.mkdtemp(dir=storage)) if dist.get_rank() == 0 else None
     root = agreement.from_rank_0(made)
     state = {"app": TrainingState(loop.model, loop.optimizer)}
-    saves = TimedSaves(device, loop.model.buffers)
+    saves = Saves(device, loop.model.buffers)
+    asked = Asked()
     agreement.barrier()
     with saves:
         clock.start()
         done = saves.prepare(state) if prepared else None
         ready_at: list[float] = []
         if done is not None:
+            asked.watch(saves.preparation)
             done.add_done_callback(lambda _: ready_at.append(time.perf_counter()))
         steps(BETWEEN)
         called_at = time.perf_counter()
@@ -107,8 +117,8 @@ def sample(loop: StockLoop, device: torch.device, prepared: bool, storage: Path)
         "first_save_lost_s": lost(ends, step_s),
         "behind_call_s": lost(ends[BETWEEN:], step_s),
         "call_s": call_s,
-        "ask_s": saves.ask_s,
-        "prepared_s": ready_at[0] - saves.asked_at if ready_at else None,
+        "ask_s": asked.took_s,
+        "prepared_s": ready_at[0] - asked.at if ready_at else None,
         "none_s": lost(quiet[half:], first_half_s),
         "steps": len(ends) - 1,
     }

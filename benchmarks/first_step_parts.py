@@ -16,8 +16,10 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from benchmarks import measuring
 from benchmarks.workloads import HOST_BOUND, compile_blocks, rising_rate, shard
-from overlap_recipes.checkpoint import DurableSaves, Run, name_of, resume
+from overlap_recipes.checkpoint import Saves, TrainingState
 from overlap_recipes.checkpoint.hub_folder import give_memory, load_folder
+from overlap_recipes.checkpoint.kept import Checkpoint, load_newest
+from overlap_recipes.checkpoint.stores.directory import Directory
 
 STEP = 1  # the name of the checkpoint
 OURS = ("in_turn", "beside", "folder")
@@ -70,9 +72,9 @@ def optimizer_of(model: PreTrainedModel) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=torch.cuda.is_available())
 
 
-def run_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Run:
+def state_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> TrainingState:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rising_rate)
-    return Run(model, optimizer, schedule)
+    return TrainingState(model, optimizer, schedule=schedule)
 
 
 def first_batch(vocabulary: int, length: int) -> torch.Tensor:
@@ -100,12 +102,13 @@ def write(chosen: argparse.Namespace, device: torch.device) -> None:
         model.save_pretrained(chosen.root / "folder")
     model = shard(model)
     optimizer = optimizer_of(model)
-    run = run_of(model, optimizer)
+    state = state_of(model, optimizer)
     step(model, optimizer, torch.ones(2, 8, dtype=torch.long, device=device))
-    place = chosen.root / "checkpoints" / name_of(STEP)
-    with DurableSaves(device, model.buffers, write_threads=8) as saves:
-        saves.save({"run": run}, place)
-        saves.wait()
+    store = Directory(chosen.root / "checkpoints")
+    if measuring.own_rank() == 0:
+        store.root.mkdir(parents=True, exist_ok=True)
+    with Saves(device, model.buffers, write_threads=8) as saves:
+        saves.save({"run": state}, Checkpoint(store, STEP, keep_last=1, keep_every=0)).result()
     dist.barrier()
 
 
@@ -170,7 +173,8 @@ def measured(
         load_folder(model, chosen.root / "folder", device)
     else:
         optimizer = optimizer_of(model)
-        if resume(run_of(model, optimizer), chosen.root / "checkpoints") != 0:
+        store = Directory(chosen.root / "checkpoints")
+        if load_newest({"run": state_of(model, optimizer)}, store, None, ()) != STEP:
             raise RuntimeError("the checkpoint has another step")
     measuring.synchronize(device)
     clock.end("load_s")

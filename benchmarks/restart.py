@@ -63,16 +63,16 @@ from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import Task  # noqa: E402
 from benchmarks.workloads import HOST_BOUND, LLAMAS, rising_rate, shard, stock  # noqa: E402
 from overlap_recipes.checkpoint import (  # noqa: E402
-    DurableSaves,
     Reader,
-    Run,
-    faults,
+    Saves,
+    TrainingState,
+    kept,
     loading,
-    name_of,
     reader,
-    restart,
     shared_reads,
 )
+from overlap_recipes.checkpoint.stores.directory import Directory  # noqa: E402
+from overlap_recipes.checkpoint.stores.store import name_of  # noqa: E402
 from overlap_recipes.page_locked import PageLocked  # noqa: E402
 
 THREADS, PIECE = 8, 32 << 20  # of the plain read; bytes
@@ -121,7 +121,7 @@ class Job:
         optimizer.step()  # makes the state
         optimizer.zero_grad()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rising_rate)
-        self.run = Run(self.model, optimizer, schedule)
+        self.run = TrainingState(self.model, optimizer, schedule=schedule)
         self.optimizer = optimizer
         self.nbytes = sum(local(tensor).nbytes for tensor in self.tensors().values())
 
@@ -237,7 +237,7 @@ def torch_checkpointing_manager() -> object:
 
 
 PARTS = {
-    "choose_s": (restart, "choose"),
+    "choose_s": (kept, "choose"),
     "state_dict_s": (loading.Fit, "look"),
     "dcp_load_s": (dcp, "load"),
     "broadcast_s": (shared_reads.SharedReads, "send"),
@@ -246,7 +246,8 @@ PARTS = {
 
 
 def resume(job: Job, directory: Path) -> dict:
-    return resumed_in_parts(job, restart.resume, job.run, directory.parent)
+    store = Directory(directory.parent)
+    return resumed_in_parts(job, kept.load_newest, {"run": job.run}, store, None, ())
 
 
 def resumed_in_parts(job: Job, call: Callable, *arguments: object) -> dict:
@@ -456,10 +457,11 @@ class Measurement:
     def write_ours(self, place: Path) -> None:
         room = self.job.nbytes + self.job.nbytes // 8 + 2**20  # for one buffer
         buffers = self.job.model.buffers
-        with DurableSaves(self.device, buffers, host_bytes=room, write_threads=8) as saves:
-            saves.save({"run": self.job.run}, place)
-            saves.wait()
-        if found := faults(place):
+        store = Directory(place.parent)
+        with Saves(self.device, buffers, host_bytes=room, write_threads=8) as saves:
+            target = kept.Checkpoint(store, STEP, keep_last=1, keep_every=0)
+            saves.save({"run": self.job.run}, target).result()
+        if found := store.wrong(STEP):
             raise RuntimeError(f"the checkpoint is not whole: {found}")
 
     def write_stock(self, place: Path) -> None:

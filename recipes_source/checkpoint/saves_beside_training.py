@@ -188,16 +188,17 @@ def train(
 # copies, by a hook that torch calls. Tensors below 1 MiB, and those that forward changes, are copied on
 # the device first.
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/saves.py
+# .. literalinclude:: /overlap_recipes/checkpoint/staging.py
 #    :language: python
-#    :pyobject: Saves.stage
+#    :pyobject: Staging.queue
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/saves.py
+# .. literalinclude:: /overlap_recipes/checkpoint/staging.py
 #    :language: python
-#    :pyobject: Saves.before_update
+#    :pyobject: Staging.before_update
 #
 # The thread that writes flushes the files and leaves their digests. When **every** rank has, rank 0
-# gives the directory its name in one rename. So what is called ``step<N>`` is whole.
+# gives the checkpoint its name in one step: a rename, or in a store one small object that names the
+# others. So what is called ``step<N>`` is whole.
 #
 # Your loop may read a scalar (``loss.item()``) meanwhile. A copy engine stays with a stream that has
 # another copy ready, so the read would wait for all of them. So before each piece a few bytes go *to* the
@@ -336,8 +337,9 @@ if __name__ == "__main__":
 # ``fsspec`` and ``s3fs`` of one version, and credentials in the environment.
 #
 # * ``fsync`` is a request: a disk or a mount may lie about it.
-# * A second job is refused by a file lock, which NFS holds between hosts from version 4 on, Lustre if
-#   mounted with ``flock``.
+# * Two jobs cannot share a root. In a directory the second is refused, by a file lock, which NFS holds
+#   between hosts from version 4 on, Lustre if mounted with ``flock``. A store has no locks: the second job
+#   takes the root, and each later save of the first fails, and says so.
 # * A store that writes a name twice in spite of ``If-None-Match`` is refused on entry. We ran SeaweedFS,
 #   and none of Amazon, Google or Microsoft.
 # * A killed upload leaves parts that no listing shows and that you pay for. Add this rule to the bucket's:

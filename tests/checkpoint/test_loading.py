@@ -24,7 +24,6 @@ from overlap_recipes.checkpoint.state import (
     refuse_differing,
     shared_digests,
 )
-from overlap_recipes.checkpoint.state import state as state_module
 
 
 @pytest.fixture(autouse=True)

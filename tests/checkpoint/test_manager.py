@@ -26,6 +26,7 @@ from overlap_recipes.checkpoint import (
 from overlap_recipes.checkpoint.state.trained import Trained
 from overlap_recipes.checkpoint.stores.store import name_of, step_of
 from overlap_recipes.checkpoint.writing import Writing
+from rankproof.run import run as run_ranks
 
 CPU = torch.device("cpu")
 

@@ -32,6 +32,7 @@ from overlap_recipes.checkpoint.digests import BLOCK, read_manifest
 from overlap_recipes.checkpoint.kept import choose, load_newest
 from overlap_recipes.checkpoint.stores.directory import Directory
 from overlap_recipes.checkpoint.stores.store import step_of
+from rankproof.run import run
 
 DATA = Path(__file__).parents[1] / "data"
 STOCK = sorted((DATA / "golden_stock").iterdir())

@@ -44,7 +44,9 @@ def load(tmp_path: Path, control: str | None = None):
     if control is None:
         return saves
     edit = load_recipe(RECIPE, ROOT / "tests" / "controls").control(control)
-    return edited_module(tmp_path, "checkpoint.saves", edit.find, edit.replace)
+    module = f"checkpoint.{Path(edit.file).stem}"
+    edited = edited_module(tmp_path, module, edit.find, edit.replace)
+    return importlib.import_module(f"{edited.__name__.removesuffix(module)}checkpoint.saves")
 
 
 class Saver:

@@ -22,6 +22,7 @@ from raising import raised  # noqa: E402
 
 from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
+from overlap_recipes.checkpoint.stores.store import Target  # noqa: E402
 from overlap_recipes.checkpoint.writer import FileWriter  # noqa: E402
 
 warnings.filterwarnings("ignore")
@@ -195,7 +196,7 @@ def lightning() -> dict[str, Callable[[Path], None]]:
     from lightning.pytorch.plugins.io import TorchCheckpointIO
 
     from overlap_recipes.trainers import lightning as library
-    from overlap_recipes.trainers.lightning import LightningSaves, OverlappedStrategy
+    from overlap_recipes.trainers.lightning import LightningFiles, OverlappedStrategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("overlap_recipes.checkpoint.saves").setLevel(logging.CRITICAL)
@@ -265,14 +266,14 @@ def lightning() -> dict[str, Callable[[Path], None]]:
 
     def failed_write(root: Path) -> None:
         """The error at the end of ``fit`` is that of the write."""
-        write = LightningSaves.write
+        write = LightningFiles.write
 
-        def full(self: LightningSaves, state: dict, directory: Path) -> None:
+        def full(self: LightningFiles, *args: object) -> None:
             raise FULL
 
-        LightningSaves.write = full
+        LightningFiles.write = full
         error = raised(lambda: fit(trainer(ModelCheckpoint(root, "last", every_n_train_steps=2))))
-        LightningSaves.write = write
+        LightningFiles.write = write
         assert "No space left" in str(error), repr(error)
 
     def same_name_in_flight(root: Path) -> None:
@@ -281,7 +282,7 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         Otherwise the first deletes what the second wants to keep.
         """
         named = threading.Event()
-        write, save = LightningSaves.write, LightningSaves.save
+        write, save = LightningFiles.write, Saves.save
 
         class Held(OverlappedStrategy):
             def on_train_end(self) -> None:
@@ -292,25 +293,25 @@ def lightning() -> dict[str, Callable[[Path], None]]:
                 named.set()
                 return super().file_exists(*args)
 
-        def save_held(self: LightningSaves, *args: object) -> object:
+        def save_held(self: Saves, *args: object) -> object:
             named.clear()
             return save(self, *args)
 
-        def held(self: LightningSaves, *args: object) -> None:
+        def held(self: LightningFiles, *args: object) -> None:
             named.wait(60)
             write(self, *args)
 
-        LightningSaves.write, LightningSaves.save = held, save_held
+        LightningFiles.write, Saves.save = held, save_held
         one = ModelCheckpoint(root, "{step}", every_n_train_steps=1)
         all_of_them = ModelCheckpoint(root, "{step}", every_n_train_steps=2, save_top_k=-1)
         fit(trainer(one, all_of_them, strategy=Held))
-        LightningSaves.write, LightningSaves.save = write, save
+        LightningFiles.write, Saves.save = write, save
         assert names(root) == ["step=2-v1.ckpt", "step=4-v1.ckpt", "step=4.ckpt"], names(root)
 
     def last_is_a_link(root: Path) -> None:
         """``save_last="link"`` links to what is complete, however late the write is."""
         asked, linked = threading.Event(), []
-        write, save = LightningSaves.write, LightningSaves.save
+        write, save = LightningFiles.write, Saves.save
 
         class Asked(OverlappedStrategy):
             def file_exists(self, *args: object) -> bool:
@@ -324,19 +325,19 @@ def lightning() -> dict[str, Callable[[Path], None]]:
                 asked.set()
                 ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
 
-        def save_held(self: LightningSaves, *args: object) -> object:
+        def save_held(self: Saves, *args: object) -> object:
             asked.clear()
             return save(self, *args)
 
-        def held(self: LightningSaves, *args: object) -> None:
+        def held(self: LightningFiles, *args: object) -> None:
             asked.wait(60)
             write(self, *args)
 
-        LightningSaves.write, LightningSaves.save = held, save_held
+        LightningFiles.write, Saves.save = held, save_held
         fit(
             trainer(Linked(root, "{step}", every_n_train_steps=2, save_last="link"), strategy=Asked)
         )
-        LightningSaves.write, LightningSaves.save = write, save
+        LightningFiles.write, Saves.save = write, save
         assert linked and all(linked), linked
         assert (root / "last.ckpt").resolve() == (root / "step=4.ckpt").resolve(), names(root)
 
@@ -369,12 +370,12 @@ def lightning() -> dict[str, Callable[[Path], None]]:
     def saved_on_exception_behind_another(root: Path) -> None:
         """It is written, too, if the save before it still is when training raises."""
         first, last = threading.Event(), threading.Event()
-        wait, write = library.wait, LightningSaves.write
+        wait, write = library.wait, LightningFiles.write
 
-        def held(self: LightningSaves, state: dict, directory: Path) -> None:
-            gate = last if "exception" in directory.name else first
+        def held(self: LightningFiles, state: dict, target: Target, *rest: object) -> None:
+            gate = last if "exception" in Path(target.name).name else first
             assert gate.wait(60)
-            write(self, state, directory)
+            write(self, state, target, *rest)
 
         def open_first_and_wait(uploads: list) -> object:
             first.set()
@@ -389,15 +390,18 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         class Stops(Callback):
             def on_train_batch_end(self, trainer: recipe.Trainer, *_: object) -> None:
                 if trainer.global_step == 3:
-                    trainer.strategy.saves.writer.join = lambda limit: None
+                    writing = trainer.strategy.saves.writing
+                    writing.thread = SimpleNamespace(
+                        join=lambda limit: None, is_alive=lambda: False
+                    )
                     raise RuntimeError("stop")
 
         library.wait, saves_module.wait = open_and_wait, open_first_and_wait
-        LightningSaves.write = held
+        LightningFiles.write = held
         checkpoints = ModelCheckpoint(root, "{step}", every_n_train_steps=2)
         error = raised(lambda: fit(trainer(Stops(), checkpoints, OnExceptionCheckpoint(root))))
         library.wait = saves_module.wait = wait
-        LightningSaves.write = write
+        LightningFiles.write = write
         last.set()
         assert "stop" in str(error), repr(error)
         assert names(root) == ["on_exception.ckpt", "step=2.ckpt"], names(root)
@@ -457,18 +461,19 @@ def lightning() -> dict[str, Callable[[Path], None]]:
 
     def failed_beside_another(root: Path) -> None:
         """A checkpoint stays until *its* successor is complete, not that of another callback."""
-        write = LightningSaves.write
+        write = LightningFiles.write
 
-        def full(self: LightningSaves, state: dict, directory: Path) -> None:
-            if "whole" in directory.name and "step=2" not in directory.name:
+        def full(self: LightningFiles, state: dict, target: Target, *rest: object) -> None:
+            name = Path(target.name).name
+            if "whole" in name and "step=2" not in name:
                 raise FULL
-            write(self, state, directory)
+            write(self, state, target, *rest)
 
-        LightningSaves.write = full
+        LightningFiles.write = full
         whole = ModelCheckpoint(root, "whole-{step}", every_n_train_steps=2)
         small = ModelCheckpoint(root, "small", every_n_train_steps=1, save_weights_only=True)
         error = raised(lambda: fit(trainer(whole, small)))
-        LightningSaves.write = write
+        LightningFiles.write = write
         assert "No space left" in str(error), repr(error)
         assert "whole-step=2.ckpt" in names(root), names(root)
 
@@ -530,7 +535,7 @@ def transformers() -> dict[str, Callable[[Path], None]]:
     import transformers_trainer as recipe
     from transformers import TrainerCallback
 
-    from overlap_recipes.trainers.transformers import TrainerSaves, save_state
+    from overlap_recipes.trainers.transformers import TrainerFiles, save_state
 
     recipe.transformers.logging.set_verbosity_error()
     logging.getLogger("overlap_recipes.checkpoint.saves").setLevel(logging.CRITICAL)
@@ -623,17 +628,18 @@ def transformers() -> dict[str, Callable[[Path], None]]:
         trainer.accelerator.register_for_checkpointing(own)  # into a small file
         gate, wait = threading.Event(), saves_module.wait
 
-        class Late(TrainerSaves):
-            def write(self, state: dict, directory: Path) -> None:
+        class Late(TrainerFiles):
+            def write(self, *args: object) -> None:
                 assert gate.wait(60)
-                super().write(state, directory)
+                super().write(*args)
 
         def open_and_wait(uploads: list) -> object:
             gate.set()
             return wait(uploads)
 
         saves_module.wait = open_and_wait
-        with tempfile.TemporaryDirectory() as aside, Late(trainer.args.device) as saves:
+        block = Saves(trainer.args.device, writer=Late())
+        with tempfile.TemporaryDirectory() as aside, block as saves:
             for call in 1, 2:
                 parts = trainer.accelerator, saves, trainer.model, trainer.optimizer, aside
                 save_state(*parts, root / f"{call}")

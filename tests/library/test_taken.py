@@ -116,7 +116,7 @@ def test_the_library_imports_torch_and_the_standard_library_alone() -> None:
     code = """
 import sys, threading
 import overlap_recipes.checkpoint, overlap_recipes.offload, overlap_recipes.fsdp2
-import overlap_recipes.checkpoint.two_hosts, overlap_recipes.checkpoint.export
+import overlap_recipes.checkpoint.stores, overlap_recipes.checkpoint.export
 import overlap_recipes.trainers
 others = {"transformers", "accelerate", "lightning", "torchtitan", "fsspec", "safetensors"}
 assert not others & set(sys.modules), others & set(sys.modules)

@@ -11,6 +11,7 @@ import pytest
 from selection import CONTROLS, REPO
 from troubles import survives
 
+from overlap_recipes.checkpoint.stores.directory import Folder
 from rankproof.recipe import Control, load_recipe
 from rankproof.run import run
 
@@ -114,15 +115,12 @@ def test_a_lightning_checkpoint_is_whole_until_its_successor_has_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``last.ckpt`` is replaced at every save; a crash in the middle leaves one of the two."""
-    pytest.importorskip("lightning")
-    from overlap_recipes.trainers.lightning import LightningSaves
-
-    saves = object.__new__(LightningSaves)
-    saves.rank, last, aside = 0, tmp_path / "last.ckpt", tmp_path / "last.ckpt.incomplete"
-    for folder, step in ((last, "1"), (aside, "2")):
-        folder.mkdir()
+    last, aside = tmp_path / "last.ckpt", tmp_path / "last.ckpt.incomplete"
+    folder = Folder(last)
+    for place, step in ((last, "1"), (aside, "2")):
+        place.mkdir()
         for name in (".metadata", "__0_0.distcp", "meta.pt"):
-            (folder / name).write_text(step)
+            (place / name).write_text(step)
 
     rename = Path.rename
 
@@ -132,21 +130,17 @@ def test_a_lightning_checkpoint_is_whole_until_its_successor_has_the_name(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", lambda x, to: crash() if x == aside else rename(x, to))
         with pytest.raises(OSError, match="gone"):
-            saves.commit(aside, last)
+            folder.commit({})
     kept = last if last.exists() else tmp_path / "last.ckpt.replaced"
     assert len(list(kept.iterdir())) == 3, "the old one is broken and the new one has no name"
 
-    saves.commit(aside, last)
+    folder.commit({})
     assert {file.read_text() for file in last.iterdir()} == {"2"}
     (last / "tokenizer.json").write_text("mine")
     shutil.copytree(last, aside, ignore=lambda *_: ["tokenizer.json"])
     with pytest.raises(OSError, match="not empty"):
-        saves.commit(aside, last)
+        folder.commit({})
     assert len(list(last.iterdir())) == 4, "files of others are left alone"
-    saves.rank = 1
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rglob", crash)  # rank 0 renames the directory meanwhile
-        saves.commit(aside, last)
     shutil.rmtree(aside)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
