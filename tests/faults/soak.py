@@ -227,14 +227,13 @@ def run_ranks(
     return told
 
 
-def damage(root: Path, pattern: str, told: Told, rng: random.Random, kind: str) -> int | None:
+def damage(root: Path, way: str, told: Told, rng: random.Random, kind: str) -> int | None:
     """Damage a file of the newest checkpoint that was durable; return its step."""
     step = max(told.durable(), default=None)
-    named = [path for path in root.glob(pattern) if "." not in path.name]
-    here = [path for path in named if re.sub(r"\D", "", path.name) in ("", str(step))]
-    if step is None or not here:
+    folder = None if step is None else WAYS[way].folder_of(root, step)
+    if folder is None:
         return None
-    file = rng.choice(sorted(here[0].iterdir()))
+    file = rng.choice(sorted(folder.iterdir()))
     place = rng.randrange(file.stat().st_size)
     if kind == "truncated":
         os.truncate(file, place)
@@ -292,7 +291,7 @@ class Observer:
             )
             damaged = None
             if fault.kind in DAMAGE:
-                damaged = damage(root, WAYS[self.way].checkpoints, first, rng, fault.kind)
+                damaged = damage(root, self.way, first, rng, fault.kind)
             pointer = self.judge_pointer(root, damaged)
             (root / BALLAST).unlink(missing_ok=True)
             second = run_job(
@@ -304,7 +303,8 @@ class Observer:
             )
             if first.durable() == {damaged} and self.named_damage(number):
                 for folder in root.glob(WAYS[self.way].checkpoints):
-                    shutil.rmtree(folder)  # as the error says
+                    # as the error says
+                    shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
                 second = run_job(
                     root,
                     self.scratch / f"{number}.anew",

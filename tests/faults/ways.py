@@ -4,8 +4,10 @@ Each keeps to what its own documentation shows: where it writes, what it loads a
 what becomes of training when a save fails. Its packages are imported where it is built.
 """
 
+import json
 import logging
 import os
+import re
 from concurrent.futures import Future
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -19,6 +21,7 @@ from kept_saves import KeptSaves, newest_step, steps_in
 
 from faults.points import Fault, Points, point_of, tell
 from overlap_recipes.checkpoint import CheckpointManager, TrainingState
+from overlap_recipes.checkpoint.stores.objects import Objects, ObjectSink
 
 PATIENCE_S = 8  # for other ranks, where a way lets one say so
 
@@ -42,6 +45,14 @@ class Way:
 
     def save(self) -> Future:
         raise NotImplementedError
+
+    @classmethod
+    def folder_of(cls, root: Path, step: int) -> Path | None:
+        """The folder with the files of the checkpoint of ``step``, or of the only one."""
+        for path in root.glob(cls.checkpoints):
+            if "." not in path.name and re.sub(r"\D", "", path.name) in ("", str(step)):
+                return path
+        return None
 
     def __enter__(self) -> "Way":
         return self
@@ -92,6 +103,27 @@ class Manager(Way):
 
     def __exit__(self, *error: object) -> None:
         self.manager.__exit__(*error)
+
+
+class Store(Manager):
+    """The same with an object store, for which fsspec's local files stand."""
+
+    def __init__(self, root: Path, *args) -> None:
+        super().__init__(root, *args)
+        state = TrainingState(self.app.model, self.app.optimizer)
+        url = f"file://{root}"
+        self.manager = CheckpointManager(url, state, keep_last=self.keep_last, grace_s=None)
+
+    def install(self, points: Points) -> None:
+        points.around(ObjectSink, "write", lambda sink, *_: point_of(sink.stream.path))
+        points.around(ObjectSink, "__exit__", lambda sink, *_: point_of(sink.stream.path))
+        points.around(Objects, "commit", lambda *_: "rename")
+        points.around(Objects, "remove", lambda *_: "deletion")
+
+    @staticmethod
+    def folder_of(root: Path, step: int) -> Path | None:
+        commit = root / f"step{step}.json"
+        return root / json.loads(commit.read_text())["data"] if commit.exists() else None
 
 
 class AsyncSave(Way):
@@ -241,6 +273,7 @@ class TorchCheckpointing(Way):
 WAYS = {
     "retention": Kept,
     "manager": Manager,
+    "store": Store,
     "async_save": AsyncSave,
     "torchtitan": Torchtitan,
     "torch_checkpointing": TorchCheckpointing,
