@@ -42,7 +42,7 @@ of its folder ``overlap_recipes``.
 # %%
 # .. literalinclude:: /overlap_recipes/trainers/lightning.py
 #    :language: python
-#    :pyobject: LightningSaves
+#    :pyobject: LightningFiles
 #
 # .. literalinclude:: /overlap_recipes/trainers/lightning.py
 #    :language: python
@@ -76,7 +76,7 @@ of its folder ``overlap_recipes``.
 #    is being written: two callbacks would share its name, and one would delete what the other
 #    keeps. ``save_last="link"`` asks it, too, and so never links to what is not complete. With
 #    ``enable_version_counter=False``, Lightning asks in neither case.
-# ``LightningSaves``
+# ``LightningFiles``
 #    Writes ``meta.pt`` beside the shards. ``save_last=True`` replaces ``last.ckpt`` at every save. If
 #    other files lie in it, the save fails and leaves them alone.
 # ``optimizer_step``
@@ -118,8 +118,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import dropout
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from overlap_recipes.checkpoint.stores.store import Target
 from overlap_recipes.ranks import start_rank
-from overlap_recipes.trainers.lightning import LightningSaves, OverlappedStrategy
+from overlap_recipes.trainers.lightning import LightningFiles, OverlappedStrategy
 
 STEPS, SAVE_EVERY, KILLED_AT, WIDTH, SAMPLES = 8, 2, 4, 32, 8
 
@@ -212,14 +213,14 @@ def train(folder: Path, seed: int, save: bool = True, resume: str | None = None)
 
 def killed_run(folder: Path) -> None:
     start_rank("killed")
-    write = LightningSaves.write
+    write = LightningFiles.write
 
-    def write_and_die(self: LightningSaves, state: dict, directory: Path) -> None:
-        write(self, state, directory)
-        if f"step={KILLED_AT}" in directory.name:
+    def write_and_die(self: LightningFiles, state: dict, target: Target, *rest: object) -> None:
+        write(self, state, target, *rest)
+        if f"step={KILLED_AT}" in Path(target.name).name:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    LightningSaves.write = write_and_die
+    LightningFiles.write = write_and_die
     train(folder, seed=0)
 
 

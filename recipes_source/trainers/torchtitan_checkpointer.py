@@ -97,6 +97,7 @@ from torch.distributed.fsdp import fully_shard
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
+from overlap_recipes.checkpoint.stores.store import Target
 from overlap_recipes.ranks import start_rank
 from overlap_recipes.trainers.torchtitan import OverlappedCheckpointManager
 
@@ -193,14 +194,15 @@ class Training:
 
 def killed_run(folder: Path) -> None:
     training = Training(start_rank("killed"), folder, seed=0)
-    write = training.checkpointer.saves.write
+    files = training.checkpointer.saves.writer
+    write = files.write
 
-    def write_and_die(state: dict, directory: Path) -> None:
-        write(state, directory)
-        if f"step-{KILLED_AT}" in directory.name:
+    def write_and_die(state: dict, target: Target, *rest: object) -> None:
+        write(state, target, *rest)
+        if f"step-{KILLED_AT}" in Path(target.name).name:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    training.checkpointer.saves.write = write_and_die
+    files.write = write_and_die
     training.train()
 
 

@@ -23,7 +23,9 @@ on a thread.
 .. code-block:: python
 
    from transformers import TrainingArguments
-   from overlap_recipes.trainers.transformers import OverlappedTrainer
+   from overlap_recipes.checkpoint import Saves
+from overlap_recipes.checkpoint.stores.store import Target
+from overlap_recipes.trainers.transformers import OverlappedTrainer
 
    arguments = TrainingArguments(
        output_dir="run",
@@ -43,7 +45,11 @@ of its folder ``overlap_recipes``.
 # %%
 # .. literalinclude:: /overlap_recipes/trainers/transformers.py
 #    :language: python
-#    :pyobject: TrainerSaves
+#    :pyobject: TrainerFiles
+#
+# .. literalinclude:: /overlap_recipes/trainers/transformers.py
+#    :language: python
+#    :pyobject: TrainerFolder
 #
 # .. literalinclude:: /overlap_recipes/trainers/transformers.py
 #    :language: python
@@ -72,11 +78,11 @@ of its folder ``overlap_recipes``.
 #    with LoRA only the adapters are saved, under the names that accelerate asks for.
 # ``_save_optimizer_and_scheduler``
 #    Writes the schedule alone. ``Trainer``'s version also saves model and optimizer, synchronously.
-# ``TrainerSaves.write``
+# ``TrainerFiles.write``
 #    Runs on the writing thread, in ``checkpoint-4.incomplete``. It writes the folders that
 #    accelerate writes, so ``resume_from_checkpoint`` and ``accelerate merge-weights`` find what
 #    they expect.
-# ``TrainerSaves.commit``
+# ``TrainerFolder.commit``
 #    Replaces a checkpoint of an earlier run. What a callback has written into ``checkpoint-4``
 #    (``on_save``) moves into the checkpoint.
 #
@@ -128,8 +134,10 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from overlap_recipes.checkpoint import Saves
+from overlap_recipes.checkpoint.stores.store import Target
 from overlap_recipes.ranks import start_rank
-from overlap_recipes.trainers.transformers import OverlappedTrainer, TrainerSaves, save_state
+from overlap_recipes.trainers.transformers import OverlappedTrainer, TrainerFiles, save_state
 
 STEPS, SAVE_EVERY, KILLED_AT = 8, 2, 4  # killed while it writes the checkpoint of that step
 
@@ -192,7 +200,8 @@ def prove_without_trainer(trainer: Trainer, directory: Path) -> None:
     """Save by :func:`save_state`, forget the weights, have accelerate load them."""
     weights = list(trainer.model.parameters())
     expected = [weight.to_local().clone() for weight in weights]
-    with tempfile.TemporaryDirectory() as aside, TrainerSaves(trainer.args.device) as saves:
+    block = Saves(trainer.args.device, writer=TrainerFiles())
+    with tempfile.TemporaryDirectory() as aside, block as saves:
         save_state(trainer.accelerator, saves, trainer.model, trainer.optimizer, aside, directory)
     for weight in weights:
         weight.detach().zero_()
@@ -204,14 +213,14 @@ def prove_without_trainer(trainer: Trainer, directory: Path) -> None:
 
 def killed_run(folder: Path) -> None:
     start_rank("killed")
-    write = TrainerSaves.write
+    write = TrainerFiles.write
 
-    def write_and_die(self: TrainerSaves, state: dict, directory: Path) -> None:
-        write(self, state, directory)
-        if f"checkpoint-{KILLED_AT}" in directory.name:
+    def write_and_die(self: TrainerFiles, state: dict, target: Target, *rest: object) -> None:
+        write(self, state, target, *rest)
+        if f"checkpoint-{KILLED_AT}" in Path(target.name).name:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    TrainerSaves.write = write_and_die
+    TrainerFiles.write = write_and_die
     build_trainer(folder, seed=0).train()
 
 

@@ -123,7 +123,7 @@ def torchtitan() -> dict[str, Callable[[Path], None]]:
         """``model.to`` gives a model new buffers; the manager asks for those of now."""
         run = training(root)
         run.model.register_buffer("late", torch.zeros(3))
-        found = run.checkpointer.saves.changing()
+        found = run.checkpointer.saves.staging.changed_by_forward()
         run.checkpointer.close()
         assert any(buffer is run.model.late for buffer in found), "of those before alone"
 
