@@ -77,8 +77,6 @@ RIGHT = [
     ("float8_failure_is_told", "checkpoint/float8_weights.py", 1, ("told",)),
     ("loader_per_rank", "checkpoint/loader_of_each_rank.py", 2, ("per_rank",)),
     ("loader_as_shared", "checkpoint/loader_of_each_rank.py", 2, ("shared",)),
-    ("names_with_a_dash", "checkpoint/own_names.py", 1, ("step-{}",)),
-    ("names_with_zeros", "checkpoint/own_names.py", 1, ("step{:06d}",)),
     ("same_twice_cloned", "offload/same_twice.py", 1, ("cloned",)),
     ("same_twice_x0", "offload/same_twice.py", 1, ("x0",)),
     ("same_twice_with_a_budget", "offload/same_twice.py", 1, ("budget",)),

@@ -4,29 +4,29 @@ import roundtrip
 import torch
 from torch import nn
 
-from overlap_recipes.checkpoint.restart import Run, resume
-from overlap_recipes.checkpoint.retention import RetainedSaves
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState
 
 WIDTH = 8
 
 
-def build() -> Run:
+def build() -> TrainingState:
     torch.manual_seed(0)
     model = nn.ModuleDict({"used": nn.Linear(WIDTH, WIDTH), "unused": nn.Linear(WIDTH, WIDTH)})
     optimizer = torch.optim.AdamW(model.parameters())
-    return Run(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    return TrainingState(model, optimizer)
 
 
 def main() -> None:
     with roundtrip.job() as root:
-        run = build()
-        with RetainedSaves(root, roundtrip.HOST) as saves:
-            run.model["used"](torch.ones(WIDTH)).sum().backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            run.step = 1
-            saves.save({"run": run}, root / "step1")
-        step = resume(build(), root)
+        state = build()
+        with CheckpointManager(root, state) as checkpoints:
+            state.model["used"](torch.ones(WIDTH)).sum().backward()
+            (optimizer,) = state.optimizers
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.save(1)
+        with CheckpointManager(root, build()) as checkpoints:
+            step = checkpoints.resume()
         assert step == 1, f"resumed at step {step}, saved was step 1"
 
 
