@@ -128,7 +128,7 @@ def _say_what_order_was_judged(report: Report, records: list[Record], is_to_orde
     """Counts of what ranks recorded of streams."""
     recorded = [record.order for record in records if record.order is not None]
     if not recorded:
-        if is_to_order:
+        if is_to_order and records:
             report.notes.append("stream order is not judged where there is an accelerator")
         return
     streams = max(order.streams for order in recorded)

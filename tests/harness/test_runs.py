@@ -325,6 +325,12 @@ def test_a_rank_that_was_ended_by_a_signal_is_said_to_be(tmp_path) -> None:
     assert report.failures[0].text == "rank 1 was ended by SIGTERM"
 
 
+def test_no_accelerator_is_named_where_no_rank_has_told(tmp_path) -> None:
+    script = write(tmp_path, "ends.py", "import os\nos.kill(os.getpid(), 9)\n")
+    report = run(script, 1, launcher="warm", order=True)
+    assert report.kinds == {"killed"} and report.notes == [], report.describe()
+
+
 def test_a_rank_that_a_real_time_signal_ended_is_judged(tmp_path) -> None:
     """Such signals have no names of their own."""
     text = """
