@@ -99,6 +99,7 @@ RIGHT = [
     ("layer_of_one_rank", "offload/heads_on_ranks.py", 2, ("layer",)),
     ("layers_in_another_order", "offload/heads_on_ranks.py", 2, ("order",)),
     ("no_backward_on_one_rank", "offload/heads_on_ranks.py", 2, ("idle",)),
+    ("gradients_changed_on_one_rank", "offload/heads_on_ranks.py", 2, ("changed",)),
     ("scaler_on_ranks", "offload/heads_on_ranks.py", 2, ("scaler",)),
     ("view_in_place", "sharding/view_in_place.py", 2, ()),
     ("view_in_place_twice", "sharding/unseen_output.py", 2, ("twice",)),

@@ -325,7 +325,8 @@ class Through(torch.autograd.Function):
             if id(leaf) not in weights:
                 raise RuntimeError(
                     "a layer reads a tensor that is trained, and is neither its parameter nor in "
-                    "its arguments: pass it as an argument"
+                    "its arguments: pass it as an argument; one that forward makes needs no "
+                    "requires_grad_()"
                 )
         detached = tuple(y.detach() for y in outputs)
         constant = [y for y, end in zip(detached, ctx.ends, strict=True) if end is None]

@@ -4,7 +4,7 @@
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from datetime import timedelta
@@ -134,8 +134,8 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             self.has_compared = True
             self.refuse_other_weights()
         if self.synchronises and not self.averaged:
-            layers = sorted(self.streamed.recorded)
-            self.refuse_other_layers("forward", self.heard("backward", layers))
+            layers = self.heard("backward", lambda: sorted(self.streamed.recorded))
+            self.refuse_other_layers("forward", layers)
         self.refuse_updated(layer)
         self.host.take_changes(layer)  # before any rank of the host can update it
 
@@ -196,15 +196,16 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             settings = self.settings()
         return written, sample, settings
 
-    def heard(self, where: str, value: object) -> list:
-        """What each rank says ``where`` it is, by rank; all must be there.
+    def heard(self, where: str, work: Callable[[], object]) -> list:
+        """What ``work`` has returned on each rank, by rank; all must be at the same place.
 
         Raises:
             RuntimeError: on all ranks, where they are at different places.
+            Exception: on all ranks, what ``work`` has raised on one.
         """
         if self.words is None:
-            return [value]
-        said = on_all_ranks(lambda: (where, value), self.words)
+            return [work()]
+        said = on_all_ranks(lambda: (where, work()), self.words)
         for rank, (place, _) in enumerate(said):
             if place != said[0][0]:
                 raise RuntimeError(
@@ -225,7 +226,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         for parameter in self.group_of:
             sample = parameter.detach().reshape(-1)[:SAMPLE].contiguous().cpu()
             own.update(sample.view(torch.uint8).numpy().tobytes())
-        if len(set(self.heard("its first backward", own.hexdigest()))) > 1:
+        if len(set(self.heard("its first backward", own.hexdigest))) > 1:
             raise RuntimeError(
                 "ranks begin with different weights: seed them alike before the model is made, "
                 "or load the same checkpoint on all"
@@ -277,12 +278,9 @@ class HostAdamW(torch.optim.Optimizer, Follower):
                 self.state[p] = pieces.state_on_device(p)
         for p in residents:
             self.average(p, p.grad)
-        for layer in range(len(self.streamed.layers)):
-            self.streamed.look_at_gradients(layer)
         layers = sorted(self.streamed.summed)
         trained = set(residents)
         for layer in layers:
-            self.check(layer)
             trained.update(self.streamed.layers[layer].trained.values())
         norms = [self.norms[p] for p in self.group_of if p in trained]
         if not norms:
@@ -312,12 +310,10 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         unused parameters.
 
         Raises:
-            RuntimeError: a gradient is sparse; or, on all ranks, they have averaged other layers.
+            RuntimeError: on all ranks, that they have averaged other layers; or what one of them
+                finds wrong with its gradients.
         """
-        own = [number for number, p in enumerate(self.residents) if p.grad is not None]
-        for number in own:
-            pieces.refuse_sparse(self.residents[number])
-        said = self.heard("step", (self.averaged, own))
+        said = self.heard("step", self.look_at_gradients)
         self.refuse_other_layers("backward", [averaged for averaged, _ in said])
         found = set()
         for _, numbers in said:
@@ -327,6 +323,21 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         return residents
+
+    def look_at_gradients(self) -> tuple[list[int], list[int]]:
+        """Layers that this rank has averaged; which parameters on the device have gradients.
+
+        Raises:
+            RuntimeError: gradients are not those that backward left, or are sparse.
+        """
+        found = [number for number, p in enumerate(self.residents) if p.grad is not None]
+        for number in found:
+            pieces.refuse_sparse(self.residents[number])
+        for layer in range(len(self.streamed.layers)):
+            self.streamed.look_at_gradients(layer)
+        for layer in self.streamed.summed:
+            self.check(layer)
+        return self.averaged, found
 
     def refuse_scaler(self) -> None:
         """Refuse a ``GradScaler`` that would not scale as it does with an AdamW of torch.

@@ -4,8 +4,8 @@ The argument: ``heads`` (each rank's task has a head of its own), ``shapes`` (th
 shapes), ``nobody`` (a head that no rank uses), ``in_turn`` (a head that one rank uses in each
 second step) train as ``DistributedDataParallel(find_unused_parameters=True)`` does. ``layer`` (one
 rank leaves a layer out), ``order`` (one runs layers in another order), ``idle`` (one has no
-backward) and ``scaler`` (a GradScaler on each) are refused: ranks would average other layers'
-gradients, or scale by other numbers.
+backward), ``changed`` (one scales its gradients before ``max_norm``) and ``scaler`` (a GradScaler
+on each) are refused: ranks would average other layers' gradients, or scale by other numbers.
 """
 
 import sys
@@ -20,6 +20,7 @@ from overlap_recipes.offload import HostAdamW, stream_layers
 
 STEPS = 4
 SETTINGS = {"lr": 1e-2}
+WORDS = {"scaler": "a GradScaler of each rank", "changed": "changed after backward: see max_norm"}
 
 
 class Net(nn.Module):
@@ -82,11 +83,12 @@ def trains_as_ddp(name: str, max_norm: float | None) -> None:
 def is_refused(name: str, in_backward: bool) -> None:
     torch.manual_seed(0)
     model = Net(name)
-    words = "a GradScaler of each rank" if name == "scaler" else "run every layer on every rank"
+    words = WORDS.get(name, "run every layer on every rank")
+    options = {"in_backward": in_backward, "max_norm": 1.0 if name == "changed" else None}
     try:
         with (
             stream_layers(model, model.blocks, resident.HOST) as streamed,
-            HostAdamW(model.parameters(), streamed, in_backward=in_backward) as optimizer,
+            HostAdamW(model.parameters(), streamed, **options) as optimizer,
         ):
             if name == "scaler":
                 scaler = torch.amp.GradScaler("cpu")
@@ -94,6 +96,8 @@ def is_refused(name: str, in_backward: bool) -> None:
                 scaler.step(optimizer)
             elif name != "idle" or dist.get_rank() == 0:
                 loss_of(model, 0).backward()
+            if name == "changed" and dist.get_rank() == 1:
+                model.blocks[1][0].weight.grad.data.mul_(0.5)
             optimizer.step()
     except RuntimeError as refusal:
         assert words in str(refusal), refusal
