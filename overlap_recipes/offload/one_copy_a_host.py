@@ -61,20 +61,28 @@ class SharedModel(streaming.StreamedModel):
         for parameter in model.parameters():
             dist.broadcast(parameter.data, 0, host.everyone if parameter.is_cpu else None)
         super().__init__(model, layers, device, **settings)
+        try:
+            self.share_weights(device)
+        except BaseException:
+            self.give_back()
+            raise
+        self.hooks += [
+            model.register_load_state_dict_pre_hook(lambda *_: self.wait_for_all()),
+            model.register_load_state_dict_post_hook(lambda *_: host.barrier()),
+        ]
+
+    def share_weights(self, device: torch.device) -> None:
+        """Let the layers' weights be in memory of all ranks of the host."""
         for layer in self.layers:
             for number, own in enumerate(layer.weights):
-                shared = HostBuffer(own.views, own.flat.dtype, device, host.memory)
+                shared = HostBuffer(own.views, own.flat.dtype, device, self.host.memory)
                 shared.flat.copy_(own.flat)
                 named = dict(layer.module.named_parameters())
                 for name, view in shared.views.items():
                     named[name].data = view
                 layer.weights[number] = shared
                 own.close()
-            host.barrier()  # every rank has filled them, all with the same values
-        self.hooks += [
-            model.register_load_state_dict_pre_hook(lambda *_: self.wait_for_all()),
-            model.register_load_state_dict_post_hook(lambda *_: host.barrier()),
-        ]
+            self.host.barrier()  # every rank has filled them, all with the same values
 
     def updates(self, group_of: dict, threads: int | None = None) -> "SharedUpdates":
         """What updates its layers, for ``HostAdamW``."""

@@ -4,7 +4,7 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from datetime import timedelta
@@ -75,6 +75,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             pieces.refuse_wide(group["params"])
             for parameter in group["params"]:
                 self.group_of[parameter] = number
+        refuse_other_classes(self.group_of)
         if hasattr(streamed, "updates"):  # a model that its host's ranks share
             self.host = streamed.updates(self.group_of, threads)
         else:
@@ -95,9 +96,6 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         self.state |= self.host.state
         self.residents = [p for p in self.group_of if p not in self.state]
         for parameter in self.residents:
-            if not is_plain(parameter):
-                kind = type(parameter.data).__name__
-                raise TypeError(f"a parameter is {kind}: this AdamW updates plain, dense weights")
             if parameter.requires_grad:
                 self.state[parameter] = pieces.state_on_device(parameter)
         self.register_state_dict_pre_hook(lambda _: self.before_state_dict())
@@ -492,6 +490,18 @@ class HostAdamW(torch.optim.Optimizer, Follower):
 def copy_of_settings(group: dict) -> dict:
     """What a group of parameters has besides them; a later change of it does not reach the copy."""
     return {name: deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def refuse_other_classes(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Raise where a parameter is no dense tensor of torch itself.
+
+    Raises:
+        TypeError: names its class.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and not is_plain(parameter):
+            kind = type(parameter.data).__name__
+            raise TypeError(f"a parameter is {kind}: this AdamW updates plain, dense weights")
 
 
 def refuse_layer_drop(model: torch.nn.Module) -> None:

@@ -898,3 +898,51 @@ def test_a_refused_model_is_as_it_was(change, budget, monkeypatch):
     with stream_layers(model, model.blocks[1:2], "cpu"):
         assert torch.equal(loss_of(model), before)
         loss_of(model).backward()
+
+
+def no_memory_for_the_second_layer(model: Net, monkeypatch) -> dict:
+    from overlap_recipes.offload import host_adam
+
+    class Full(host_adam.HostBuffer):
+        made = 0
+
+        def __init__(self, *args) -> None:
+            Full.made += 1
+            if Full.made > 3:
+                raise RuntimeError("cannot lock")
+            super().__init__(*args)
+
+    monkeypatch.setattr(host_adam, "HostBuffer", Full)
+    return {"params": model.parameters()}
+
+
+def a_head_of_another_class(model: Net, monkeypatch) -> dict:
+    weight = nn.Parameter(Wrapper(model.head.weight.detach()))
+    return {"params": [*model.parameters(), weight]}
+
+
+def a_rate_below_zero(model: Net, monkeypatch) -> dict:
+    return {"params": model.parameters(), "lr": -1.0}
+
+
+@pytest.mark.parametrize(
+    "given", [no_memory_for_the_second_layer, a_head_of_another_class, a_rate_below_zero]
+)
+def test_a_refused_optimizer_leaves_the_model_streamed(given, monkeypatch):
+    model, twin = Net(), Net()
+    twin.load_state_dict(model.state_dict())
+    with stream_layers(model, model.blocks, "cpu") as streamed:
+        follower = streamed.follower
+        with monkeypatch.context() as patch:
+            options = given(model, patch)
+            with pytest.raises((RuntimeError, TypeError, ValueError)):
+                HostAdamW(options.pop("params"), streamed, **options)
+        assert streamed.follower is follower and streamed.optimizer is None
+        assert not any("arrivals" in thread.name for thread in threading.enumerate())
+        with HostAdamW(model.parameters(), streamed) as optimizer:
+            loss_of(model).backward()
+            optimizer.step()
+    loss_of(twin).backward()
+    torch.optim.AdamW(twin.parameters(), fused=True).step()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
