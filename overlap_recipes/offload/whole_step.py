@@ -46,11 +46,13 @@ class HostAdamW(torch.optim.Optimizer, Follower):
     ``FloatingPointError``. Every rank of the default process group must build one.
 
     Raises:
-        ValueError: ``max_norm`` with ``in_backward``, a setting that this AdamW has not, what is
-            trained in float64; a trained parameter of a layer is missing; the model has an
-            optimizer or, on several ranks, leaves layers out by chance.
-        RuntimeError: in backward or ``step``: ranks began with other weights; weights, or gradients
-            that are used already, were changed; the last microbatch was in ``no_sync``.
+        ValueError: ``max_norm`` with ``in_backward``, a setting that this AdamW has not or that no
+            AdamW takes, what is trained in float64; a trained parameter of a layer is missing; the
+            model has an optimizer or, on several ranks, leaves layers out by chance.
+        TypeError: a trained parameter is no dense tensor of torch itself.
+        RuntimeError: the host has not the memory; in backward or ``step``: ranks began with other
+            weights, or ran other layers; weights, or gradients that are used already, were changed;
+            the last microbatch was in ``no_sync``.
     """
 
     takes_sums = True

@@ -42,13 +42,6 @@ def test_a_generator_is_taken_layer_by_layer():
     assert len(move_to_host(layers(), CPU)) == 2
 
 
-def test_a_parameter_that_layers_share_is_refused():
-    first, second = linear(8, 8), linear(8, 8)
-    second[0].weight = first[0].weight
-    with pytest.raises(ValueError, match=r"layer 1 shares \['0.weight'\].*keep a shared"):
-        move_to_host([first, second], CPU)
-
-
 @pytest.mark.parametrize("current", [0, 2])
 def test_a_device_that_is_not_the_current_one_is_refused(monkeypatch, current):
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)

@@ -8,7 +8,7 @@ import torch
 from host_training import RATE, Resident, batch, falling, llama, same, steps_of, streamed_of, whole
 from torch import nn
 
-from overlap_recipes.offload import HostAdamW, StreamedModel, stream_layers
+from overlap_recipes.offload import HostAdamW, stream_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,9 +131,3 @@ def test_what_is_updated_in_backward_cannot_be_dropped():
         optimizer.step()
         streamed.wait()
         assert steps_of(optimizer) == {1}
-
-
-def test_layers_of_another_model_are_refused():
-    model, other = Twice(), Twice()
-    with pytest.raises(ValueError, match="layer 0 is no part of the model"):
-        StreamedModel(model, other.layers, "cpu")
