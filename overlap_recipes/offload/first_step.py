@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from ..ranks import own_result
 from .follower import Follower
-from .kept_things import Contents
+from .kept_things import Contents, fresh
 from .layer_as_node import Plain, exchanged, tensors_in
 from .layer_state import attributes_of, exchange, own_values
 from .streamed_model import StreamedModel
@@ -292,9 +292,11 @@ def unchanged(streamed: StreamedModel) -> Iterator[None]:
     What modules keep are their buffers, attributes, and what these hold.
     """
     streamed.wait()
-    modules = {module: attributes_of(module) for module in streamed.model.modules()}
+    modules = {}
     contents = []
-    for attributes in modules.values():
+    for module in streamed.model.modules():
+        attributes = {name: fresh(value) for name, value in attributes_of(module).items()}
+        modules[module] = attributes
         contents.append(Contents([*own_values(attributes), attributes["_buffers"]]))
     restore_numbers = random_numbers(streamed.device)
     try:

@@ -7,7 +7,7 @@ import random
 import sys
 from argparse import Namespace
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from functools import partial
 from types import SimpleNamespace
@@ -59,6 +59,16 @@ def draws_of(source) -> Draws:
         bits = source.bit_generator
         return Draws(lambda: bits.state, lambda state: setattr(bits, "state", state))
     return Draws(source.get_state, source.set_state)
+
+
+def fresh(value):
+    """A copy of an iterator, which goes on where that one is now; anything else as it is."""
+    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        try:
+            return copy(value)
+        except TypeError:  # a generator cannot be copied
+            return value
+    return value
 
 
 def is_array(value) -> bool:

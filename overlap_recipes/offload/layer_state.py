@@ -16,6 +16,7 @@ from .kept_things import (
     Draws,
     attributes_of_object,
     draws_of,
+    fresh,
     is_array,
     is_object,
     is_source,
@@ -90,7 +91,7 @@ def kept(value, copies: dict[int, Kept]):
         return {key: kept(item, copies) for key, item in value.items()}
     if isinstance(value, (list, dict, set, deque)):
         return copy(value)
-    return value
+    return fresh(value)
 
 
 def values_of(value):

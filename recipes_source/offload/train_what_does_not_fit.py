@@ -361,7 +361,7 @@ if __name__ == "__main__":
 #   not none: its moments and its decay go on.
 # * bfloat16 sums of micro-batches are rounded each time, as ``parameter.grad`` is anywhere;
 #   ``gradient_dtype=torch.float32`` keeps them.
-# * Backward runs a layer again. Globals, iterators and objects that no module keeps must not change
+# * Backward runs a layer again. Globals, closures and objects that no module keeps must not change
 #   in between: the first step alone compares.
 # * Rows of a gradient, changed through ``.data``, are clipped by the old norm.
 # * A weight that a hook, a global or another layer reads after its turn is another layer's.
