@@ -1,15 +1,12 @@
-"""``rankproof`` by the name that it has in this checkout.
+"""rankproof by the name that it has in this checkout.
 
 ``python -m harness ...`` is ``rankproof ...`` without installing it: importing this package puts
-its source, which lies here, on the path.
+its source, which lies here, on the path. Who imports from it imports ``rankproof`` then.
 """
 
-import importlib
 import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.setdefault("RANKPROOF_COMMAND", "python -m harness")
-for _name in ("recipe", "run", "sources"):  # harness.run is the very module rankproof.run
-    sys.modules[f"harness.{_name}"] = importlib.import_module(f"rankproof.{_name}")
