@@ -45,6 +45,7 @@ extensions = [
     "markdown_code",
     "moved",
     "guide",
+    "surprises",
     "site_wheel",
     "kept_index",
     "notfound.extension",

@@ -1,0 +1,73 @@
+"""The scripts of ``findings/`` have the heading that their page is made of, and exact pins."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "_ext"))
+import surprises  # noqa: E402
+
+SCRIPTS = sorted((ROOT / "findings").glob("*.sh"))
+INSTALLED = re.compile(r"^venv/bin/pip install -q \$\{PIP_ARGS:-\} (.+)$", re.MULTILINE)
+GOOD = ROOT / "findings" / "torchrun_exit_code.sh"
+
+
+def check(script: Path) -> None:
+    """Raise, or fail, if a script has another form than all have."""
+    finding = surprises.read(script)
+    assert re.search(r"\d+ s", finding.took), "say how long the whole script ran"
+    source = script.read_text(encoding="utf-8")
+    assert "set -euo pipefail" in source and "overlap_recipes" not in program(source)
+    if script.name.startswith("device_"):  # the torch that is there
+        return
+    assert 'folder=$(mktemp -d)\ntrap \'rm -rf "$folder"\' EXIT' in source
+    (packages,) = INSTALLED.findall(source)
+    for package in packages.split():
+        assert surprises.PACKAGE.fullmatch(package), f"{package} is no exact pin"
+    assert set(finding.packages) <= set(packages.split()), "the heading names what is installed"
+
+
+def program(source: str) -> str:
+    """All of a script but its heading."""
+    return re.sub(r"^#.*\n", "", source, flags=re.MULTILINE)
+
+
+def test_there_are_as_many_as_were_asked_for() -> None:
+    assert len(SCRIPTS) >= 10
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_has_the_form_of_all(script: Path) -> None:
+    check(script)
+
+
+@pytest.mark.parametrize(
+    ("find", "replace"),
+    [
+        ("torch==2.13.0: ", "torch: "),
+        ("torch==2.13.0: ", "torch>=2.13: "),
+        (" numpy==2.4.6", " numpy"),
+        (" torch==2.13.0 ", " torch==2.12.0 "),
+        ("# Guess: ", "# Surely: "),
+        ("trap 'rm", "echo 'rm"),
+        ("import pathlib", "import overlap_recipes"),
+        ("# torchrun_exit_code", "# another_name"),
+    ],
+)
+def test_another_form_is_noticed(find: str, replace: str, tmp_path: Path) -> None:
+    script = tmp_path / GOOD.name
+    shutil.copy(GOOD, script)
+    check(script)
+    source = script.read_text(encoding="utf-8")
+    assert find in source
+    script.write_text(source.replace(find, replace), encoding="utf-8")
+    with pytest.raises((AssertionError, ValueError)):
+        check(script)
+
+
+def test_code_of_a_sentence_is_code_on_the_page() -> None:
+    assert surprises.markup("`a_b` of *c* and d_") == r"``a_b`` of \*c\* and d\_"
