@@ -2,7 +2,7 @@
 # moonclip_step_counter, moonclip==0.3.1: `save_dtype="bf16"` rounds `AdamW`'s step counter, too: step 100001 comes back as 99840, and as infinity with `"fp16"`.
 # Guess: what is cast is the weights, perhaps the moments, and no counter.
 # Instead: leave `save_dtype` out for a checkpoint that training goes on from.
-# Took: 99 s
+# Took: TOOK
 set -euo pipefail
 
 folder=$(mktemp -d)
@@ -10,7 +10,7 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
 # shellcheck disable=SC2086  # PIP_ARGS are words, such as --extra-index-url URL
-venv/bin/pip install -q ${PIP_ARGS:-} moonclip==0.3.1 torch==2.13.0 numpy==2.4.6
+venv/bin/pip install -q --no-compile ${PIP_ARGS:-} moonclip==0.3.1 torch==2.13.0 numpy==2.4.6
 
 cat > program.py <<'END'
 import torch

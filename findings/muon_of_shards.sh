@@ -2,7 +2,7 @@
 # muon_of_shards, torch==2.13.0: `torch.optim.Muon` on weights under `fully_shard` gathers a wide matrix 15 times a step, and turns a tall one into an update that is some percent off.
 # Guess: the update is that of the whole matrix, for one gather.
 # Instead: gather a gradient once and orthogonalize it whole, as one device would.
-# Took: 99 s
+# Took: TOOK
 set -euo pipefail
 
 folder=$(mktemp -d)
@@ -10,7 +10,7 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
 # shellcheck disable=SC2086  # PIP_ARGS are words, such as --extra-index-url URL
-venv/bin/pip install -q ${PIP_ARGS:-} torch==2.13.0 numpy==2.4.6
+venv/bin/pip install -q --no-compile ${PIP_ARGS:-} torch==2.13.0 numpy==2.4.6
 
 cat > program.py <<'END'
 import tempfile

@@ -3,7 +3,7 @@
 # Guess: names come from the state dict and the architecture, which sharding does not change.
 # Instead: compare the names with those of an unsharded save of the same config, or export with
 #     `overlap_recipes.checkpoint.export`.
-# Took: 99 s
+# Took: TOOK
 set -euo pipefail
 
 folder=$(mktemp -d)
@@ -11,7 +11,7 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
 # shellcheck disable=SC2086  # PIP_ARGS are words, such as --extra-index-url URL
-venv/bin/pip install -q ${PIP_ARGS:-} transformers==5.23.0 safetensors==0.8.0 torch==2.13.0 numpy==2.4.6
+venv/bin/pip install -q --no-compile ${PIP_ARGS:-} transformers==5.23.0 safetensors==0.8.0 torch==2.13.0 numpy==2.4.6
 
 cat > program.py <<'END'
 import torch

@@ -3,7 +3,7 @@
 # Guess: None means the dtype in which the unit computes, as in all versions before.
 # Instead: say `reduce_dtype=torch.bfloat16` or `torch.float32`, which are the same on every
 #     version.
-# Took: 99 s
+# Took: TOOK
 set -euo pipefail
 
 folder=$(mktemp -d)
@@ -11,7 +11,7 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
 # shellcheck disable=SC2086  # PIP_ARGS are words, such as --extra-index-url URL
-venv/bin/pip install -q ${PIP_ARGS:-} torch==2.15.0 numpy==2.4.6
+venv/bin/pip install -q --no-compile ${PIP_ARGS:-} torch==2.15.0 numpy==2.4.6
 
 cat > program.py <<'END'
 import tempfile

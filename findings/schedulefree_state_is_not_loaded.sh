@@ -3,7 +3,7 @@
 # Guess: they come back as `AdamW`'s do, or the load raises.
 # Instead: save and load `optimizer.state_dict()` with `torch.save` and
 #     `optimizer.load_state_dict`; `overlap_recipes.checkpoint` loads it as it is.
-# Took: 99 s
+# Took: TOOK
 set -euo pipefail
 
 folder=$(mktemp -d)
@@ -11,7 +11,7 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
 # shellcheck disable=SC2086  # PIP_ARGS are words, such as --extra-index-url URL
-venv/bin/pip install -q ${PIP_ARGS:-} schedulefree==1.4.1 torch==2.13.0 numpy==2.4.6
+venv/bin/pip install -q --no-compile ${PIP_ARGS:-} schedulefree==1.4.1 torch==2.13.0 numpy==2.4.6
 
 cat > program.py <<'END'
 import torch

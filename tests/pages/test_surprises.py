@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "_ext"))
 import surprises  # noqa: E402
 
 SCRIPTS = sorted((ROOT / "findings").glob("*.sh"))
-INSTALLED = re.compile(r"^venv/bin/pip install -q \$\{PIP_ARGS:-\} (.+)$", re.MULTILINE)
+INSTALLED = re.compile(r"^venv/bin/pip install -q --no-compile \$\{PIP_ARGS:-\} (.+)$", re.MULTILINE)
 GOOD = ROOT / "findings" / "torchrun_exit_code.sh"
 
 
