@@ -1,9 +1,9 @@
 """The page "What surprised us": each script of ``findings/`` by its heading.
 
-    # NAME, PACKAGE==VERSION ...: what it does, in one sentence.
-    # Guess: what a good guess would have been.
-    # Instead: what to do.
-    # Took: how long the whole script ran, and where.
+# NAME, PACKAGE==VERSION ...: what it does, in one sentence.
+# Guess: what a good guess would have been.
+# Instead: what to do.
+# Took: how long the whole script ran, and where.
 """
 
 import re
@@ -54,7 +54,9 @@ def read(script: Path) -> Finding:
             said[label] += " " + line.removeprefix("#").strip()
     if tuple(said) != LABELS:
         raise ValueError(f"{script.name}: after the first line come {', '.join(LABELS)}")
-    return Finding(script, packages, first["sentence"], said["Guess"], said["Instead"], said["Took"])
+    return Finding(
+        script, packages, first["sentence"], said["Guess"], said["Instead"], said["Took"]
+    )
 
 
 def read_all() -> list[Finding]:

@@ -12,7 +12,9 @@ sys.path.insert(0, str(ROOT / "_ext"))
 import surprises  # noqa: E402
 
 SCRIPTS = sorted((ROOT / "findings").glob("*.sh"))
-INSTALLED = re.compile(r"^venv/bin/pip install -q --no-compile \$\{PIP_ARGS:-\} (.+)$", re.MULTILINE)
+INSTALLED = re.compile(
+    r"^venv/bin/pip install -q --no-compile \$\{PIP_ARGS:-\} (.+)$", re.MULTILINE
+)
 GOOD = ROOT / "findings" / "torchrun_exit_code.sh"
 
 
@@ -24,7 +26,7 @@ def check(script: Path) -> None:
     assert "set -euo pipefail" in source and "overlap_recipes" not in program(source)
     if script.name.startswith("device_"):  # the torch that is there
         return
-    assert 'folder=$(mktemp -d)\ntrap \'rm -rf "$folder"\' EXIT' in source
+    assert "folder=$(mktemp -d)\ntrap 'rm -rf \"$folder\"' EXIT" in source
     (packages,) = INSTALLED.findall(source)
     for package in packages.split():
         assert surprises.PACKAGE.fullmatch(package), f"{package} is no exact pin"
