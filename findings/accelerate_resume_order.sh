@@ -58,7 +58,7 @@ resumed with as many samples as were left: True
 resumed with the samples that were left of the third epoch: False
 resumed with the end of the first epoch: True
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "accelerate_resume_order: this is no longer what was seen with accelerate==1.15.0 torchdata==0.11.0:"

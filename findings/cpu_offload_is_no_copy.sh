@@ -28,7 +28,7 @@ cat > expected <<'END'
 full_state_dict: False what was kept is 0 after a step: True
 full_state_dict: True what was kept is 0 after a step: True
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "cpu_offload_is_no_copy: this is no longer what was seen with torch==2.13.0:"

@@ -42,7 +42,7 @@ cat > expected <<'END'
 optimizer.load_state_dict: loaded state dict has a different number of parameter groups
 set_optimizer_state_dict: 2 parameters decay by 0.0
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "merged_groups: this is no longer what was seen with torch==2.13.0:"

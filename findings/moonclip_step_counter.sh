@@ -42,7 +42,7 @@ None 100001.0
 bf16 99840.0
 fp16 inf
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "moonclip_step_counter: this is no longer what was seen with moonclip==0.3.1:"

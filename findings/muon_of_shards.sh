@@ -63,7 +63,7 @@ cat > expected <<'END'
 wide equal {'all_reduce': 1, 'all_gather_into_tensor': 15}
 tall off by 1 to 10 % {'all_reduce': 11}
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "muon_of_shards: this is no longer what was seen with torch==2.13.0:"

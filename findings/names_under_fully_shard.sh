@@ -37,7 +37,7 @@ cat > expected <<'END'
 only in the unsharded model's file: ['embed_out.weight']
 only in the sharded model's file: ['lm_head.weight']
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "names_under_fully_shard: this is no longer what was seen with transformers==5.23.0 torch==2.13.0:"

@@ -53,7 +53,7 @@ obstore pipe_file overwrites
 obstore shows it before the transaction ends: True
 fsspec's local put_file leaves b'second'
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "obstore_as_fsspec: this is no longer what was seen with obstore==0.12.1 fsspec==2026.2.0:"

@@ -49,7 +49,7 @@ cat > expected <<'END'
 looked at: False loaded: ['exp_avg', 'exp_avg_sq', 'step']
 looked at: True loaded: []
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "optimizer_looked_at: this is no longer what was seen with torch==2.13.0:"

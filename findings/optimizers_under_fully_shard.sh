@@ -72,7 +72,7 @@ Adafactor raises: in-place operations that require placement changes
 LBFGS equal
 Rprop raises: in-place operations that require placement changes
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "optimizers_under_fully_shard: this is no longer what was seen with torch==2.13.0:"

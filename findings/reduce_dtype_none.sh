@@ -56,7 +56,7 @@ cat > expected <<'END'
 reduce_dtype None [('allgather', 'torch.bfloat16'), ('reduce_scatter', 'torch.float32')]
 reduce_dtype torch.bfloat16 [('allgather', 'torch.bfloat16'), ('reduce_scatter', 'torch.bfloat16')]
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "reduce_dtype_none: this is no longer what was seen with torch==2.15.0:"

@@ -54,7 +54,7 @@ AdamW saved ['exp_avg', 'exp_avg_sq', 'step'] loaded ['exp_avg', 'exp_avg_sq', '
 AdamWScheduleFree saved ['exp_avg_sq', 'z'] loaded []
 steps counted after the load: 3
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "schedulefree_state_is_not_loaded: this is no longer what was seen with schedulefree==1.4.1 torch==2.13.0:"

@@ -32,7 +32,7 @@ cat > expected <<'END'
 sync_files: True calls of os.sync: 2
 sync_files: False calls of os.sync: 0
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "sync_of_every_disk: this is no longer what was seen with fsspec==2026.2.0 torch==2.13.0:"

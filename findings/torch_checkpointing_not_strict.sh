@@ -40,7 +40,7 @@ cat > expected <<'END'
 renamed weight: {'layer.weight': tensor([7., 7.])}
 missing item: FileNotFoundError
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "torch_checkpointing_not_strict: this is no longer what was seen with torch_checkpointing==0.1.1 torch==2.13.0:"

@@ -60,7 +60,7 @@ shuffle=True in epoch 2 resumes as it was: True again a sample of that epoch: Fa
 a sampler of one's own in epoch 1 resumes as it was: True again a sample of that epoch: False
 a sampler of one's own in epoch 2 resumes as it was: False again a sample of that epoch: True
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "torchdata_own_sampler: this is no longer what was seen with torchdata==0.11.0:"

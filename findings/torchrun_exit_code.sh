@@ -50,7 +50,7 @@ ranks end with 3 torchrun with 1
 ranks end with 85 torchrun with 1
 ranks leave with 0 after SIGTERM, torchrun with 1
 END
-OMP_NUM_THREADS=1 timeout 180 venv/bin/python -W ignore program.py > seen
+OMP_NUM_THREADS=1 timeout 600 venv/bin/python -W ignore program.py > seen
 cat seen
 if ! diff expected seen > difference; then
     echo "torchrun_exit_code: this is no longer what was seen with torch==2.13.0:"
