@@ -3,7 +3,7 @@
 # Guess: a copy on the host, as of a model on a GPU.
 # Instead: clone what you keep or write later: `{name: tensor.clone() for name, tensor in
 #     state.items()}`.
-# Took: TOOK
+# Took: 1070 s whole, on two cores that twenty other programs had
 set -euo pipefail
 
 folder=$(mktemp -d)
