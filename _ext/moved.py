@@ -13,6 +13,10 @@ from sphinx.application import Sphinx
 MOVED = {  # by the names of documents
     "guide/will_it_hide": "guide/what_to_use",
     "guide/affected": "guide/versions",
+    "guide/reference_checkpoint": "guide/reference",
+    "guide/reference_offload": "guide/reference",
+    "guide/reference_storage": "guide/reference",
+    "guide/reference_trainers": "guide/reference",
     "recipes/checkpoint/app_state": "recipes/checkpoint/state_to_save",
     "recipes/checkpoint/durable_saves": "recipes/checkpoint/saves_beside_training",
     "recipes/checkpoint/first_step": "recipes/checkpoint/load",

@@ -77,8 +77,7 @@ work. The optimizer waits for the copy, on the device; the host waits for nothin
 # The job
 # -------
 # A stock Transformer with dropout, AdamW, a schedule, and a loader that knows where it is. All four have
-# to come back, and the random numbers of dropout, which ``TrainingState`` saves by itself. Your model
-# takes the place of ``Job``.
+# to come back, and the random numbers of dropout, which ``TrainingState`` saves by itself.
 
 import argparse
 import os
@@ -150,7 +149,7 @@ class Job:
 # %%
 # The loop
 # --------
-# ``before_step`` is the proof's: it interrupts the job. The rest is the block from the top.
+# The block from the top, with ``before_step`` of the proof, which interrupts the job.
 
 
 def train(
@@ -197,8 +196,8 @@ def train(
 #    :pyobject: Staging.before_update
 #
 # The thread that writes flushes the files and leaves their digests. When **every** rank has, rank 0
-# gives the checkpoint its name in one step: a rename, or in a store one small object that names the
-# others. So what is called ``step<N>`` is whole.
+# gives the checkpoint its name: by a rename, in a store by one object that names the others. So what is
+# called ``step<N>`` is whole.
 #
 # Your loop may read a scalar (``loss.item()``) meanwhile. A copy engine stays with a stream that has
 # another copy ready, so the read would wait for all of them. So before each piece a few bytes go *to* the
@@ -337,9 +336,9 @@ if __name__ == "__main__":
 # ``fsspec`` and ``s3fs`` of one version, and credentials in the environment.
 #
 # * ``fsync`` is a request: a disk or a mount may lie about it.
-# * Two jobs cannot share a root. In a directory the second is refused, by a file lock, which NFS holds
-#   between hosts from version 4 on, Lustre if mounted with ``flock``. A store has no locks: the second job
-#   takes the root, and each later save of the first fails, and says so.
+# * Two jobs cannot share a root. In a directory a file lock refuses the second (NFS has it between hosts
+#   from version 4 on, Lustre if mounted with ``flock``). A store has no locks: there the second job takes
+#   the root, and each later save of the first fails.
 # * A store that writes a name twice in spite of ``If-None-Match`` is refused on entry. We ran SeaweedFS,
 #   and none of Amazon, Google or Microsoft.
 # * A killed upload leaves parts that no listing shows and that you pay for. Add this rule to the bucket's:
@@ -386,8 +385,8 @@ if __name__ == "__main__":
 # Memory
 # ------
 # Page-locked host memory for one save of each rank (``host_bytes`` bounds it): for parameters and AdamW in
-# float32, 12 bytes per parameter, divided by the number of ranks. A save that comes before the one before
-# it is written waits. On storage, room for ``keep_last`` + 1 checkpoints.
+# float32, 12 bytes per parameter, divided by the number of ranks. On storage, room for ``keep_last`` + 1
+# checkpoints.
 #
 # Known limits
 # ------------
@@ -409,5 +408,5 @@ if __name__ == "__main__":
 # Further reading
 # ---------------
 # * :doc:`load`: how the bytes come back, on any number of ranks
-# * :doc:`/guide/reference_checkpoint`: ``Saves``, for directories and names of your own
+# * :doc:`/guide/reference`: ``Saves``, for directories and names of your own
 # * :doc:`state_to_save`: how to test that a checkpoint is right

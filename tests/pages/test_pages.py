@@ -61,6 +61,18 @@ def test_no_address_is_lost():
     assert set(MOVED.values()) <= there
 
 
+def test_the_reference_has_25_names_at_most_and_a_page_shows_each():
+    reference = (ROOT / "guide" / "reference.rst").read_text(encoding="utf-8")
+    listed = r"^\.\. (?:auto(?:class|function|exception)|data):: (?:\w+\.)*(\w+)"
+    names = re.findall(listed, reference, re.MULTILINE)
+    assert 0 < len(names) <= 25
+    pages = (ROOT / "README.md").read_text(encoding="utf-8")
+    for recipe in RECIPES:
+        pages += recipe.path.read_text(encoding="utf-8")
+    unseen = [name for name in names if not re.search(rf"\b{name}\b", pages)]
+    assert not unseen, "no page shows these in use"
+
+
 def test_an_old_address_leads_to_the_new_page(built_site):
     for old, new in MOVED.items():
         refresh = page(built_site, old).select_one('meta[http-equiv="refresh"]')["content"]
