@@ -149,7 +149,7 @@ class Job:
 # %%
 # The loop
 # --------
-# The block from the top, with ``before_step`` of the proof, which interrupts the job.
+# The block from the top. ``before_step`` is the proof's.
 
 
 def train(
