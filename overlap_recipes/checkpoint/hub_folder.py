@@ -27,21 +27,13 @@ from .reader import OpenFile, Wanted, fill, reads_of
 from .state import shard_of
 
 LOG = logging.getLogger(__name__)
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-STAGED = 256 << 20  # bytes on the device that wait for their cast, plus at most one tensor
-DIFFERS = "%s does not fit this model:\n%s"
-NOT_IN_FOLDER = "  %s: only in the model"
-NOT_IN_MODEL = "  %s: only in the folder"
-OTHER_COPY = "  %s: the model ties it to %s, and the folder has other values for it"
-UNFILLED = (
-    "no checkpoint has these buffers, and on meta nothing has filled them: %s. Pass "
-    "initialize=function, which is called with each module that owns one and fills it"
-)
+_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+_STAGED = 256 << 20  # bytes on the device that wait for their cast, plus at most one tensor
 Initialize = Callable[[nn.Module], object]
 
 
 @dataclass
-class Stored:
+class _Stored:
     """A tensor of a file; ``begin``: the first byte."""
 
     file: Path
@@ -51,7 +43,7 @@ class Stored:
 
 
 @dataclass
-class Staged:
+class _Staged:
     """A block in the file's dtype or order, and the part of a tensor that takes it."""
 
     block: torch.Tensor
@@ -59,13 +51,13 @@ class Staged:
 
 
 @dataclass
-class Pieces:
-    """What a rank reads: bytes by file, and blocks that are cast behind it."""
+class _Pieces:
+    """What a rank reads: bytes by file, and blocks that are cast after it."""
 
     wanted: dict[Path, list[Wanted]] = field(default_factory=dict)
-    staged: list[Staged] = field(default_factory=list)
+    staged: list[_Staged] = field(default_factory=list)
 
-    def want(self, stored: Stored, name: str, begin: int, target: torch.Tensor) -> None:
+    def want(self, stored: _Stored, name: str, begin: int, target: torch.Tensor) -> None:
         """Read ``target``, 1-D of bytes, from byte ``begin`` of the tensor on."""
         at = stored.begin + begin
         wanted = Wanted(name, at, at + target.nbytes, target)
@@ -81,7 +73,7 @@ def load_folder(
 ) -> None:
     """Fill ``model`` from the safetensors in ``folder``; all ranks call it.
 
-    Give it the model on meta, behind ``fully_shard``; tensor-parallel, replicated and plain tensors
+    Give it the model on meta, after ``fully_shard``; tensor-parallel, replicated and plain tensors
     are filled as well. Weights keep the dtype that they have in the model. Host memory above the
     model's is that of ``reader.Reader``, and on the device 256 MiB and a tensor more where a dtype
     differs.
@@ -97,17 +89,17 @@ def load_folder(
     Raises:
         ValueError: on all ranks, before anything has changed: folder and model differ in names,
             shapes or kinds of dtypes, a file is cut, or transformers makes a tensor of the model
-            anew from those of the folder. Behind it: a buffer that no checkpoint has is not
+            again from those of the folder. After that: a buffer that no checkpoint has is not
             filled, and is on meta again, while the weights have memory and no values; two copies of
             a tied weight differ.
         OSError, TimeoutError: on all ranks: one cannot read a file.
     """
     begun = time.perf_counter()
-    stored, parts = own_result(lambda: compare(model, Path(folder)))
+    stored, parts = own_result(lambda: _compare(model, Path(folder)))
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     own_result(lambda: give_memory(model, torch.device(device), initialize))
-    nbytes = own_result(lambda: read(model, stored, parts, Path(folder)))
+    nbytes = own_result(lambda: _read_weights(model, stored, parts, Path(folder)))
     took = time.perf_counter() - begun
     LOG.info("%s: %d bytes for this rank in %.2f s", folder, nbytes, took)
 
@@ -115,20 +107,20 @@ def load_folder(
 # -- what there is ----------------------------------------------------------------------------
 
 
-def tensors_of(folder: Path) -> dict[str, Stored]:
+def _tensors_of(folder: Path) -> dict[str, _Stored]:
     """What is in the files, by name."""
-    found: dict[str, Stored] = {}
-    for file in files_of(folder):
+    found: dict[str, _Stored] = {}
+    for file in _files_of(folder):
         header, tensors_begin = header_of(file)
         header.pop("__metadata__", None)
         for name, place in header.items():
             if name in found:
                 raise ValueError(f"{name} is in {found[name].file} and in {file}")
-            found[name] = stored_at(file, tensors_begin, name, place)
+            found[name] = _stored_at(file, tensors_begin, name, place)
     return found
 
 
-def files_of(folder: Path) -> list[Path]:
+def _files_of(folder: Path) -> list[Path]:
     """The files that have the tensors: files of other exports may lie beside them.
 
     Raises:
@@ -140,7 +132,7 @@ def files_of(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return files
-    named = named_in(index)
+    named = _named_in(index)
     whole = folder / "model.safetensors"
     if whole in files and whole not in named:
         raise ValueError(
@@ -150,7 +142,7 @@ def files_of(folder: Path) -> list[Path]:
     return named
 
 
-def named_in(index: Path) -> list[Path]:
+def _named_in(index: Path) -> list[Path]:
     """The files that an index names."""
     try:
         content = json.loads(index.read_text())
@@ -164,7 +156,7 @@ def named_in(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(set(places.values()))]
 
 
-def stored_at(file: Path, tensors_begin: int, name: str, place: dict) -> Stored:
+def _stored_at(file: Path, tensors_begin: int, name: str, place: dict) -> _Stored:
     """The tensor ``name``, of which the header of ``file`` says ``place``.
 
     Raises:
@@ -173,9 +165,9 @@ def stored_at(file: Path, tensors_begin: int, name: str, place: dict) -> Stored:
     for key in ("dtype", "shape", "data_offsets"):
         if key not in place:
             raise ValueError(f"{file} does not say the {key} of {name}")
-    if place["dtype"] not in TORCH_DTYPES:
+    if place["dtype"] not in _TORCH_DTYPES:
         raise ValueError(f"{file}: {name} is of {place['dtype']}, which is not read here")
-    dtype = TORCH_DTYPES[place["dtype"]]
+    dtype = _TORCH_DTYPES[place["dtype"]]
     begin, end = place["data_offsets"]
     shape = tuple(place["shape"])
     if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
@@ -183,57 +175,79 @@ def stored_at(file: Path, tensors_begin: int, name: str, place: dict) -> Stored:
     nbytes = file.stat().st_size
     if tensors_begin + end > nbytes:
         raise ValueError(f"{file} ends at byte {nbytes}, within {name}")
-    return Stored(file, tensors_begin + begin, shape, dtype)
+    return _Stored(file, tensors_begin + begin, shape, dtype)
 
 
-def whole_part(name: str, tensor: torch.Tensor) -> Part:
+def _whole_part(name: str, tensor: torch.Tensor) -> Part:
     shape = tuple(tensor.shape)
     return Part(name, shape, (0,) * len(shape), shape)
 
 
-def compare(model: nn.Module, folder: Path) -> tuple[dict[str, Stored], dict[str, list[Part]]]:
+def _compare(model: nn.Module, folder: Path) -> tuple[dict[str, _Stored], dict[str, list[Part]]]:
     """What is in the folder, and the parts that each tensor of the model has there.
 
     Raises:
         ValueError: folder and model differ.
     """
-    stored = tensors_of(folder)
+    stored = _tensors_of(folder)
+    aliases = _aliases_of(model)
     parts = dict(parts_of(model))
     wrong: list[str] = []
     expected: set[str] = set()
-    aliases = aliases_of(model)
     for name, tensor in weights(model).items():
         if name not in parts:
-            parts[name] = [whole_part(name, tensor)]
-            for alias in aliases.get(name, []):
-                if name not in stored and alias in stored:
-                    parts[name] = [whole_part(alias, tensor)]
+            parts[name] = [_whole_part(_stored_name(name, aliases, stored), tensor)]
         for part in parts[name]:
             expected.add(part.name)
-            if part.name not in stored:
-                wrong.append(NOT_IN_FOLDER % part.name)
-                continue
-            there = stored[part.name]
-            if there.shape != part.shape:
-                wrong.append(f"  {part.name}: {part.shape}, in the folder {there.shape}")
-            is_cast = there.dtype.is_floating_point and tensor.dtype.is_floating_point
-            is_small = min(there.dtype.itemsize, tensor.dtype.itemsize) == 1  # fp8 has scales
-            if there.dtype != tensor.dtype and (not is_cast or is_small):
-                wrong.append(f"  {part.name}: {tensor.dtype}, in the folder {there.dtype}")
+            wrong.extend(_wrong_part(part, tensor, stored))
         for alias in aliases.get(name, []):
             if alias in stored and alias not in expected:
                 if stored[alias].shape != tuple(tensor.shape):
-                    wrong.append(OTHER_COPY % (alias, name))
+                    wrong.append(_other_copy(alias, name))
                 expected.add(alias)
     for name in stored:
         if name not in expected:
-            wrong.append(NOT_IN_MODEL % name)
+            wrong.append(f"  {name}: only in the folder")
     if wrong:
-        raise ValueError(DIFFERS % (folder, "\n".join(sorted(wrong))))
+        raise ValueError(_does_not_fit(folder, wrong))
     return stored, parts
 
 
-def aliases_of(model: nn.Module) -> dict[str, list[str]]:
+def _stored_name(name: str, aliases: dict[str, list[str]], stored: dict[str, _Stored]) -> str:
+    """The name that the folder has of a tensor: of a tied one it may be another."""
+    if name in stored:
+        return name
+    for alias in aliases.get(name, []):
+        if alias in stored:
+            return alias
+    return name
+
+
+def _wrong_part(part: Part, tensor: torch.Tensor, stored: dict[str, _Stored]) -> list[str]:
+    """Lines for what the folder has otherwise of a part of ``tensor``."""
+    if part.name not in stored:
+        return [f"  {part.name}: only in the model"]
+    wrong = []
+    there = stored[part.name]
+    if there.shape != part.shape:
+        wrong.append(f"  {part.name}: {part.shape}, in the folder {there.shape}")
+    is_cast = there.dtype.is_floating_point and tensor.dtype.is_floating_point
+    is_small = min(there.dtype.itemsize, tensor.dtype.itemsize) == 1  # fp8 has scales
+    if there.dtype != tensor.dtype and (not is_cast or is_small):
+        wrong.append(f"  {part.name}: {tensor.dtype}, in the folder {there.dtype}")
+    return wrong
+
+
+def _other_copy(alias: str, name: str) -> str:
+    return f"  {alias}: the model ties it to {name}, and the folder has other values for it"
+
+
+def _does_not_fit(folder: Path, wrong: list[str]) -> str:
+    lines = "\n".join(sorted(wrong))
+    return f"{folder} does not fit this model:\n{lines}"
+
+
+def _aliases_of(model: nn.Module) -> dict[str, list[str]]:
     """The other names of tied parameters, by the first."""
     first: dict[int, str] = {}
     found: dict[str, list[str]] = {}
@@ -254,10 +268,10 @@ def give_memory(
 
     Tied weights stay tied. ``initialize``: as for ``load_folder``.
     """
-    on_meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
+    on_meta = [name for name, tensor in _named_tensors(model) if tensor.is_meta]
     if not on_meta:
         return
-    aliases = aliases_of(model)
+    aliases = _aliases_of(model)
     kept = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     model.to_empty(device=device)
     for name, others in aliases.items():
@@ -268,14 +282,14 @@ def give_memory(
                 setattr(module, own, model.get_parameter(name))
     for name, buffer in kept.items():
         model.get_buffer(name).copy_(buffer)
-    fill_buffers(model, kept.keys(), initialize or own_way(model))
+    _fill_buffers(model, kept.keys(), initialize or _own_way(model))
 
 
-def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def own_way(model: nn.Module) -> Initialize:
+def _own_way(model: nn.Module) -> Initialize:
     """What the model itself does to fill a module's buffers."""
 
     def initialize(module: nn.Module) -> None:
@@ -287,7 +301,7 @@ def own_way(model: nn.Module) -> Initialize:
     return initialize
 
 
-def fill_buffers(model: nn.Module, kept: object, initialize: Initialize) -> None:
+def _fill_buffers(model: nn.Module, kept: object, initialize: Initialize) -> None:
     """Fill the buffers that are in no checkpoint; those of ``kept`` are.
 
     What could not be filled is on meta again, so that nothing computes with it.
@@ -300,42 +314,50 @@ def fill_buffers(model: nn.Module, kept: object, initialize: Initialize) -> None
     for path, module in model.named_modules():
         names: list[str] = []
         for name in sorted(module._non_persistent_buffers_set):
-            if module._buffers.get(name) is not None and full_name(path, name) not in kept:
+            if module._buffers.get(name) is not None and _full_name(path, name) not in kept:
                 names.append(name)
         if names:
             modules[path] = module
             unfilled[path] = names
     try:
         for path, names in unfilled.items():
-            unfilled[path] = unfilled_by(initialize, modules[path], names)
+            unfilled[path] = _unfilled_by(initialize, modules[path], names)
     finally:
         for path, names in unfilled.items():
-            back_to_meta(modules[path], names)
+            _back_to_meta(modules[path], names)
     missing: list[str] = []
     for path, names in unfilled.items():
-        missing.extend(full_name(path, name) for name in names)
+        missing.extend(_full_name(path, name) for name in names)
     if missing:
-        raise ValueError(UNFILLED % ", ".join(missing))
+        raise ValueError(
+            "no checkpoint has these buffers, and on meta nothing has filled them: "
+            f"{', '.join(missing)}. Pass initialize=function, which is called with each module "
+            "that owns one and fills it"
+        )
 
 
-def back_to_meta(module: nn.Module, names: list[str]) -> None:
+def _back_to_meta(module: nn.Module, names: list[str]) -> None:
     for name in names:
         module._buffers[name] = module._buffers[name].to("meta")
 
 
-def full_name(path: str, name: str) -> str:
+def _full_name(path: str, name: str) -> str:
     return f"{path}.{name}".removeprefix(".")
 
 
-def unfilled_by(initialize: Initialize, module: nn.Module, names: list[str]) -> list[str]:
-    """Those of a module's buffers ``names`` that ``initialize`` does not fill as a whole."""
+def _unfilled_by(initialize: Initialize, module: nn.Module, names: list[str]) -> list[str]:
+    """Those of a module's buffers ``names`` that ``initialize`` does not fill as a whole.
+
+    It is called twice, on buffers of zeros and on buffers of ones: an element that differs then is
+    one that it has left alone.
+    """
     buffers = {name: module._buffers[name] for name in names}
-    zeros = filled(module, buffers, 0, initialize)
-    ones = filled(module, buffers, 1, initialize)
-    return [name for name in names if not same_bits(zeros[name], ones[name])]
+    zeros = _filled(module, buffers, 0, initialize)
+    ones = _filled(module, buffers, 1, initialize)
+    return [name for name in names if not _same_bits(zeros[name], ones[name])]
 
 
-def filled(
+def _filled(
     module: nn.Module, buffers: dict[str, torch.Tensor], before: int, initialize: Initialize
 ) -> dict[str, torch.Tensor]:
     """Copies of what ``initialize`` makes of buffers that hold ``before``."""
@@ -345,7 +367,7 @@ def filled(
     return {name: module._buffers[name].clone() for name in buffers}
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     one, other = shard_of(one), shard_of(other)
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
@@ -353,80 +375,78 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 # -- bytes ------------------------------------------------------------------------------------
 
 
-def read(
-    model: nn.Module, stored: dict[str, Stored], parts: dict[str, list[Part]], folder: Path
+def _read_weights(
+    model: nn.Module, stored: dict[str, _Stored], parts: dict[str, list[Part]], folder: Path
 ) -> int:
     """Read this rank's rows of all tensors; return how many bytes they have in the model."""
     nbytes = 0
-    aliases = aliases_of(model)
-    others: list[tuple[str, str, torch.Tensor]] = []
+    aliases = _aliases_of(model)
+    second_copies: list[tuple[str, str, torch.Tensor]] = []  # of tied weights, in the folder
     with ExitStack() as closing:
         opened: dict[Path, OpenFile] = {}
         for file in sorted({each.file for each in stored.values()}):
             opened[file] = OpenFile(file, None)
             closing.callback(opened[file].close)
-        pieces = Pieces()
+        pieces = _Pieces()
         waiting = 0
         for name, tensor in weights(model).items():
             nbytes += shard_of(tensor).nbytes
             for part in parts[name]:
-                waiting += plan(pieces, stored[part.name], part, tensor)
-            if waiting >= STAGED:
-                carry_out(pieces, opened, tensor.device)
-                pieces = Pieces()
+                waiting += _add_pieces(pieces, stored[part.name], part, tensor)
+            if waiting >= _STAGED:
+                _carry_out(pieces, opened, tensor.device)
+                pieces = _Pieces()
                 waiting = 0
             read_names = {part.name for part in parts[name]}
             for alias in aliases.get(name, []):
                 if alias in stored and alias not in read_names:
-                    others.append((alias, name, tensor))
-        carry_out(pieces, opened, device_of(model))
-        for alias, name, tensor in others:
-            compare_copy(alias, name, tensor, stored[alias], opened, folder)
+                    second_copies.append((alias, name, tensor))
+        _carry_out(pieces, opened, _device_of(model))
+        for alias, name, tensor in second_copies:
+            _compare_copy(alias, name, tensor, stored[alias], opened, folder)
     return nbytes
 
 
-def device_of(model: nn.Module) -> torch.device:
-    for _, tensor in named_tensors(model):
+def _device_of(model: nn.Module) -> torch.device:
+    for _, tensor in _named_tensors(model):
         return tensor.device
     return torch.device("cpu")
 
 
-def compare_copy(
+def _compare_copy(
     alias: str,
     name: str,
     tensor: torch.Tensor,
-    stored: Stored,
+    stored: _Stored,
     opened: dict[Path, OpenFile],
     folder: Path,
 ) -> None:
     """Look whether the folder's second copy of a tied weight has the values of the first."""
     own = shard_of(tensor)
     found = torch.empty_like(own)
-    other = tensor
+    other = found
     if isinstance(tensor, DTensor):
         form = {"shape": tensor.shape, "stride": tensor.stride()}
         mesh, placements = tensor.device_mesh, tensor.placements
         other = DTensor.from_local(found, mesh, placements, run_check=False, **form)
-    else:
-        other = found
-    pieces = Pieces()
-    plan(pieces, stored, whole_part(alias, tensor), other)
-    carry_out(pieces, opened, own.device)
-    if not same_bits(own, found):
-        raise ValueError(DIFFERS % (folder, OTHER_COPY % (alias, name)))
+    pieces = _Pieces()
+    _add_pieces(pieces, stored, _whole_part(alias, tensor), other)
+    _carry_out(pieces, opened, own.device)
+    if not _same_bits(own, found):
+        raise ValueError(_does_not_fit(folder, [_other_copy(alias, name)]))
 
 
-def chunks_of(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+def _chunks_of(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
     """What this rank holds of ``tensor``."""
     if isinstance(tensor, DTensor):
         return tensor.__create_chunk_list__()
     return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)]
 
 
-def plan(pieces: Pieces, stored: Stored, part: Part, tensor: torch.Tensor) -> int:
+def _add_pieces(pieces: _Pieces, stored: _Stored, part: Part, tensor: torch.Tensor) -> int:
     """Add to ``pieces`` what this rank holds of ``part``; return the bytes that are staged."""
     waiting = 0
-    for chunk in chunks_of(tensor):
+    for chunk in _chunks_of(tensor):
         found = part.of(chunk)
         if 0 in found.sizes:
             continue
@@ -438,7 +458,7 @@ def plan(pieces: Pieces, stored: Stored, part: Part, tensor: torch.Tensor) -> in
         block = target
         if target.dtype != stored.dtype or not target.is_contiguous():
             block = torch.empty(target.shape, dtype=stored.dtype, device=target.device)
-            pieces.staged.append(Staged(block, target))
+            pieces.staged.append(_Staged(block, target))
             waiting += block.nbytes
         flat = block.reshape(-1).view(torch.uint8)
         rows = ChunkStorageMetadata(torch.Size(in_part), found.sizes)
@@ -450,7 +470,7 @@ def plan(pieces: Pieces, stored: Stored, part: Part, tensor: torch.Tensor) -> in
     return waiting
 
 
-def carry_out(pieces: Pieces, opened: dict[Path, OpenFile], device: torch.device) -> None:
+def _carry_out(pieces: _Pieces, opened: dict[Path, OpenFile], device: torch.device) -> None:
     """Read ``pieces`` and cast what is staged."""
     reads = []
     for file, wanted in pieces.wanted.items():
