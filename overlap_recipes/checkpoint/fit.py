@@ -3,7 +3,6 @@
 """What of a checkpoint goes where in a job, and what does not fit."""
 
 from collections.abc import Iterable
-from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +18,7 @@ from .state.optimizers import SavedGroup, wrong_groups
 from .state.state import NOT_LOADED, TAKEN, TrainingState
 from .state.tensor_classes import Flattened, in_parts, unpack_flattened
 from .state.trained import States
-from .state.trees import shard_of
+from .state.trees import element, in_dicts_like, put, shard_of, with_numbers
 
 _EXTRA = "_extra_state"  # the end of a module's name for it
 Path = tuple[str | int, ...]
@@ -186,7 +185,7 @@ class Fit:
             name = str(entry.path[1])
             if self.skip.covers(name):
                 continue
-            own = _element(self._model, entry.path[1:])
+            own = element(self._model, entry.path[1:])
             look.want(entry, own)
             is_whole = entry.stored is not None and len(entry.path) == 2
             if is_whole:
@@ -194,7 +193,11 @@ class Fit:
             else:
                 saved[name] = self.contents.model.get(name, "no tensor")
             is_part = entry.stored is not None and not is_whole
-            if is_part and not name.endswith(_EXTRA):  # which is of any size: its module takes it
+            joined_how = self._flattened.get(("model", name))
+            is_of_any_size = joined_how is not None and joined_how.is_sparse
+            if name.endswith(_EXTRA):  # its module takes it
+                is_of_any_size = True
+            if is_part and not is_of_any_size:
                 if own is not None and not _is_like(own, entry.stored):
                     place = ".".join(map(str, entry.path[1:]))
                     look.wrong.append(f"  {place}: saved {_spec_stored(entry.stored)}")
@@ -222,7 +225,7 @@ class Fit:
             name = str(entry.path[2])
             if name not in saved & here or str(entry.path[3]) not in noted[name]:
                 continue
-            own = _element(self._optim["state"], entry.path[2:])
+            own = element(self._optim["state"], entry.path[2:])
             if entry.stored is not None and not _is_like(own, entry.stored):
                 parameter = self._parameters[name]
                 wrong_shards = self._wrong_shards(entry, parameter)
@@ -258,7 +261,7 @@ class Fit:
         kinds = self.contents.kinds.get("optim", [])
         saved: dict[int, SavedGroup] = {}
         for entry in self._below("optim", "param_groups"):
-            look.want(entry, _element(self._optim, entry.path[1:]))
+            look.want(entry, element(self._optim, entry.path[1:]))
             if len(entry.path) < 4:
                 continue  # the list is empty
             number = int(entry.path[2])
@@ -291,7 +294,7 @@ class Fit:
             if not entries and name not in empty:
                 look.wrong.append(f"  {name}: only in the job")
             for entry in entries:
-                look.want(entry, _element(self._shared, entry.path))
+                look.want(entry, element(self._shared, entry.path))
         known = TAKEN | {*self.job.COUNTERS, *self._shared}
         there = {str(entry.path[0]) for entry in self._entries} - known
         for name in sorted(self.skip.others(there)):
@@ -328,19 +331,19 @@ class Fit:
         """Give the job what DCP has read."""
         tree: dict = {"model": {}, "optim": {"state": {}, "param_groups": []}}
         for entry in self.found.wanted:
-            _put(tree, entry.path, read[entry.name])
+            put(tree, entry.path, read[entry.name])
         for path in self.contents.empty:
-            is_wanted = _element(tree, path[:-1]) is not None
+            is_wanted = element(tree, path[:-1]) is not None
             if path[0] in self._shared:
                 is_wanted = not self.skip.covers(path[0])
             if is_wanted:
-                _put(tree, tuple(path), {})
+                put(tree, tuple(path), {})
         if self._packed is not None:
             tree[RECIPES] = self._packed
-        tree = _with_numbers(tree, (), {tuple(path) for path in self.contents.int_keys})
+        tree = with_numbers(tree, (), {tuple(path) for path in self.contents.int_keys})
         for name, own in self._shared.items():
             if name in tree:
-                tree[name] = _in_dicts_like(own, tree[name])
+                tree[name] = in_dicts_like(own, tree[name])
         for name, moments in self._optim["state"].items():
             if self.skip.covers(name):
                 tree["optim"]["state"][name] = moments
@@ -383,67 +386,3 @@ def _room_of_part(stored: TensorStorageMetadata, parameter: DTensor) -> torch.Te
     device = parameter._local_tensor.device
     part = torch.empty(shape, dtype=stored.properties.dtype, device=device)
     return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
-
-
-# -- trees ------------------------------------------------------------------------------------
-
-
-def _element(tree: object, path: Iterable[str | int]) -> object:
-    """What is at ``path``, whose names may be of numbers; None if there is nothing."""
-    for key in path:
-        if isinstance(tree, dict):
-            names = {str(own): own for own in tree} if key not in tree else {key: key}
-            if key not in names:
-                return None
-            tree = tree[names[key]]
-        elif isinstance(tree, list) and isinstance(key, int) and key < len(tree):
-            tree = tree[key]
-        else:
-            return None
-    return tree
-
-
-def _put(tree: object, path: tuple[str | int, ...], value: object) -> None:
-    """Set what is at ``path``; dicts are made for names and lists for numbers."""
-    for key, following in zip(path, path[1:], strict=False):
-        fresh: dict | list = [] if isinstance(following, int) else {}
-        if isinstance(tree, list):
-            while len(tree) <= key:
-                tree.append(None)
-            if tree[key] is None:
-                tree[key] = fresh
-        else:
-            tree.setdefault(key, fresh)
-        tree = tree[key]
-    last = path[-1]
-    if isinstance(tree, list):
-        while len(tree) <= last:
-            tree.append(None)
-    tree[last] = value
-
-
-def _with_numbers(tree: object, path: tuple, numbers: set[tuple]) -> object:
-    """``tree`` with the keys at the paths ``numbers`` as numbers."""
-    if isinstance(tree, dict):
-        found = {}
-        for key, value in tree.items():
-            here = (*path, key)
-            inner = _with_numbers(value, here, numbers)
-            found[int(key) if here in numbers else key] = inner
-        return found
-    if isinstance(tree, list) and numbers:
-        return [_with_numbers(value, (*path, n), numbers) for n, value in enumerate(tree)]
-    return tree
-
-
-def _in_dicts_like(own: object, tree: object) -> object:
-    """``tree`` with its dicts of the classes that they have in ``own``."""
-    if not isinstance(tree, dict) or not isinstance(own, dict):
-        return tree
-    found = {key: _in_dicts_like(own.get(key), value) for key, value in tree.items()}
-    if type(own) is dict:
-        return found
-    like_own = copy(own)
-    like_own.clear()
-    like_own.update(found)
-    return like_own

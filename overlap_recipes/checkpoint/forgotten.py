@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.2.1, overlap_recipes/checkpoint/forgotten.py
-"""What a loop has and its checkpoints do not: gradients, a scheduler, what a DDP hook keeps."""
+"""What a loop has and its checkpoints do not: gradients, a scheduler, another optimizer, ..."""
 
 import logging
 from collections.abc import Iterable
@@ -8,71 +8,129 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .state import TrainingState, shard_of
+from .state.items import each_of
+from .state.loaders import LoaderInPass
 
 LOG = logging.getLogger(__name__)
-
-GRADIENTS = (
-    "step %d is saved with gradients that no optimizer of TrainingState has used: they are in no "
-    "checkpoint, and a job that resumes goes on without them. Save where an optimizer has stepped"
-)
-SCHEDULER = (
-    "a scheduler sets the learning rate of %s and is in no checkpoint: a job that resumes would "
-    "begin its schedule anew. Pass it: TrainingState(..., scheduler=scheduler)"
-)
-HOOK = (
-    "%s of DDP's communication hook is in no checkpoint: a job that resumes goes on without what "
-    "it has kept back. Give its parts to per_rank, in an object with state_dict and load_state_dict"
-)
-USED = "_overlap_recipes_used"  # of a gradient: its version when its optimizer stepped
+_USED = "_overlap_recipes_used"  # of a gradient: its version when its optimizer stepped
 
 
 class Forgotten:
     """Warns once of each at a save; a context manager around the loop."""
 
     def __init__(self, state: TrainingState) -> None:
-        self.state = state
-        self.hooks: list = []
-        self.has_looked = False
-        self.has_warned = False
+        self._state = state
+        self._hooks: list = []
+        self._has_looked = False
+        self._has_warned_of_gradients = False
+        self._given = {id(optimizer) for optimizer in state.optimizers}
+        self._has_stepped = False  # whether an optimizer of the state has
+        self._others: dict[int, torch.optim.Optimizer] = {}  # that have stepped since the last save
+        self._warned_of: set[str] = set()
 
     def __enter__(self) -> "Forgotten":
-        for optimizer in self.state.optimizers:
-            self.hooks.append(optimizer.register_step_post_hook(mark_used))
+        for optimizer in self._state.optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(_mark_used))
+        self._hooks.append(register_optimizer_step_post_hook(self._note_step))
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        while self.hooks:
-            self.hooks.pop().remove()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *hooked: object) -> None:
+        """After a step of any optimizer of the process."""
+        if id(optimizer) in self._given:
+            self._has_stepped = True
+        else:
+            self._others[id(optimizer)] = optimizer
 
     def look(self, step: int) -> None:
         """Before the save of ``step``."""
-        if not self.has_looked:
-            self.has_looked = True
-            self.look_for_scheduler()
-            self.look_for_hooks()
-        if not self.has_warned and has_unused_gradients(self.state.optimizers):
-            self.has_warned = True
-            LOG.warning(GRADIENTS, step)
+        if not self._has_looked:
+            self._has_looked = True
+            self._look_for_scheduler()
+            self._look_for_hooks()
+        self._look_for_optimizers()
+        self._look_for_loaders()
+        if not self._has_warned_of_gradients and _has_unused_gradients(self._state.optimizers):
+            self._has_warned_of_gradients = True
+            LOG.warning(
+                "step %d is saved with gradients that no optimizer of TrainingState has used: they "
+                "are in no checkpoint, and a job that resumes goes on without them. Save where an "
+                "optimizer has stepped",
+                step,
+            )
 
-    def look_for_scheduler(self) -> None:
-        if has_scheduler(list(self.state.shared.values()) + list(self.state.per_rank.values())):
+    def _look_for_scheduler(self) -> None:
+        state = self._state
+        if _has_scheduler(list(state.shared.values()) + list(state.per_rank.values())):
             return
-        for optimizer in self.state.optimizers:
+        for optimizer in state.optimizers:
             if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # as ``LRScheduler`` leaves it
-                LOG.warning(SCHEDULER, type(optimizer).__name__)
+                LOG.warning(
+                    "a scheduler sets the learning rate of %s and is in no checkpoint: a job that "
+                    "resumes would begin its schedule again. Pass it: TrainingState(..., "
+                    "scheduler=scheduler)",
+                    type(optimizer).__name__,
+                )
                 return
 
-    def look_for_hooks(self) -> None:
-        for module in self.state.model.modules():
+    def _look_for_hooks(self) -> None:
+        for module in self._state.model.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 for _, kept in module._comm_hooks:
                     if hasattr(kept, "error_dict"):  # as PowerSGD's, for each rank another one
-                        LOG.warning(HOOK, type(kept).__name__)
+                        LOG.warning(
+                            "%s of DDP's communication hook is in no checkpoint: a job that "
+                            "resumes goes on without what it has kept back. Give its parts to "
+                            "per_rank, in an object with state_dict and load_state_dict",
+                            type(kept).__name__,
+                        )
+
+    def _look_for_optimizers(self) -> None:
+        """Warn of what steps the model's parameters and was not given, since it came later, say."""
+        others = [each for each in self._others.values() if not self._is_inside(each)]
+        self._others = {}
+        if not others:
+            return
+        own = {id(parameter) for parameter in self._state.model.parameters()}
+        for optimizer in others:
+            kind = type(optimizer).__name__
+            trains_model = any(id(p) in own for g in optimizer.param_groups for p in g["params"])
+            if trains_model and kind not in self._warned_of:
+                self._warned_of.add(kind)
+                LOG.warning(
+                    "%s steps parameters of the model and is in no checkpoint: a job that resumes "
+                    "goes on without its state. Pass it to TrainingState; where the loop replaces "
+                    "an optimizer, make another TrainingState and CheckpointManager after it",
+                    kind,
+                )
+
+    def _is_inside(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether one that was given has its state: as one that it wraps."""
+        return any(optimizer.state is given.state for given in self._state.optimizers)
+
+    def _look_for_loaders(self) -> None:
+        """Warn of a loader that gives the loop no batches, as the one before it was prepared."""
+        if not self._has_stepped:
+            return
+        for item in each_of(self._state.per_rank.values()):
+            is_unused = isinstance(item, LoaderInPass) and not item.has_begun
+            if is_unused and item.name not in self._warned_of:
+                self._warned_of.add(item.name)
+                LOG.warning(
+                    "%s: the loop has trained, and taken no batch of this loader: a job that "
+                    "resumes would begin its data again. Give TrainingState the loader that the "
+                    "loop uses: what accelerator.prepare returns",
+                    item.name,
+                )
 
 
-def first_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+def _first_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -80,13 +138,13 @@ def first_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     return None
 
 
-def mark_used(optimizer: torch.optim.Optimizer, *hooked: object) -> None:
-    gradient = first_gradient(optimizer)
+def _mark_used(optimizer: torch.optim.Optimizer, *hooked: object) -> None:
+    gradient = _first_gradient(optimizer)
     if gradient is not None:
-        setattr(gradient, USED, shard_of(gradient)._version)
+        setattr(gradient, _USED, shard_of(gradient)._version)
 
 
-def has_unused_gradients(optimizers: list[torch.optim.Optimizer]) -> bool:
+def _has_unused_gradients(optimizers: list[torch.optim.Optimizer]) -> bool:
     """Whether a backward came behind the latest step of every optimizer that has gradients.
 
     What a step of another optimizer leaves, as the generator's in a discriminator, is cleared by
@@ -94,23 +152,23 @@ def has_unused_gradients(optimizers: list[torch.optim.Optimizer]) -> bool:
     """
     unused = []
     for optimizer in optimizers:
-        gradient = first_gradient(optimizer)
+        gradient = _first_gradient(optimizer)
         if gradient is None:
             continue
-        if getattr(gradient, USED, None) == shard_of(gradient)._version:
+        if getattr(gradient, _USED, None) == shard_of(gradient)._version:
             return False
         unused.append(gradient)
-    return any(is_of_use(gradient) for gradient in unused)
+    return any(_is_of_use(gradient) for gradient in unused)
 
 
-def is_of_use(gradient: torch.Tensor) -> bool:
+def _is_of_use(gradient: torch.Tensor) -> bool:
     own = shard_of(gradient).detach()
     if own.is_sparse:
         own = own.coalesce().values()
     return bool(own.isfinite().all() and own.any())
 
 
-def has_scheduler(items: Iterable[object]) -> bool:
+def _has_scheduler(items: Iterable[object]) -> bool:
     """Whether one of ``items`` is a scheduler, a list of them, or has one."""
     for item in items:
         if isinstance(item, LRScheduler) or hasattr(item, "last_epoch"):

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from .tensor_classes import is_made_of_tensors
+from .tensor_classes import is_made_of_tensors, is_sparse
 from .trees import shard_of
 
 _FORMAT = 3  # of 0.3.0; 2 lacks ``frozen``, ``ties`` and ``kinds``, and digests are of another sum
@@ -98,6 +98,8 @@ def described(leaf: object) -> str:
     if not torch.is_tensor(leaf):
         return "no tensor"
     spec = spec_of(leaf.dtype, leaf.shape)
+    if is_sparse(leaf):
+        return f"sparse {spec}"
     if is_made_of_tensors(leaf):
         return f"{type(shard_of(leaf)).__name__} of {spec}"
     return spec

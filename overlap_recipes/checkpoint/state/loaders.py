@@ -94,6 +94,8 @@ class LoaderInPass:
             self._set_numbers(own)
         if getattr(iterator, "_finished", False):  # the pass that was saved had ended: the next
             self.began = own
+            if _is_of_accelerate(self.item):  # a sampler that has ended counts its passes itself
+                self.item.set_epoch(self.item.iteration)
         return iterator
 
     def reset_iterator(self, reset: Callable[[], Iterator]) -> Iterator:
@@ -158,12 +160,13 @@ class LoaderInPass:
 
 def _next_iteration(item: DataLoader, state: dict) -> int | None:
     """The number of the pass that a prepared loader of accelerate orders by, which it saves not."""
-    if item is getattr(item, "base_dataloader", item):
+    if not _is_of_accelerate(item):
         return None
-    number = getattr(item, "iteration", None)
-    if number is not None and state.get("_iterator_finished"):
-        number += 1
-    return number
+    return item.iteration + 1 if state.get("_iterator_finished") else item.iteration
+
+
+def _is_of_accelerate(item: DataLoader) -> bool:
+    return hasattr(item, "base_dataloader") and hasattr(item, "iteration")
 
 
 def _has_begun(loader: DataLoader) -> bool:
@@ -265,7 +268,7 @@ def _telling(cls: type) -> type:
             return begin()
 
         def __reduce_ex__(self, protocol: int) -> tuple:
-            make, arguments, *rest = super().__reduce_ex__(protocol)
+            make, arguments, *rest = super().__reduce_ex__(1)  # names the class as an argument
             of_own_class = [cls if each is type(self) else each for each in arguments]
             return (make, tuple(of_own_class), *rest)
 

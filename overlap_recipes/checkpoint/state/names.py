@@ -2,6 +2,8 @@
 # Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/names.py
 """Names of parameters in a checkpoint: those of the model without what is put around it."""
 
+from collections import OrderedDict
+
 from torch import nn
 
 # what ``torch.compile`` and ``checkpoint_wrapper`` add to names
@@ -31,3 +33,10 @@ def prefixes_of_ddp(model: nn.Module) -> list[str]:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             prefixes.append(f"{name}." if name else "")
     return sorted(prefixes, key=len, reverse=True)
+
+
+def like(model: dict, other: dict) -> OrderedDict:
+    """``model`` with the versions of modules of ``other``, at which modules look in a load."""
+    found = OrderedDict(model)
+    found._metadata = getattr(other, "_metadata", None)
+    return found

@@ -142,7 +142,7 @@ def kind_of_steps(optimizer: torch.optim.Optimizer) -> str | None:
 # -- loading ----------------------------------------------------------------------------------
 
 
-def lacking_settings(optimizer: torch.optim.Optimizer, group: dict, saved: set[str]) -> list[str]:
+def _lacking_settings(optimizer: torch.optim.Optimizer, group: dict, saved: set[str]) -> list[str]:
     """Settings of ``group`` that the saved group lacks; [] if both are of one kind of optimizer.
 
     Later versions of an optimizer have more switches, so ``None`` and bools do not count.
@@ -185,6 +185,15 @@ class SavedGroup:
     kind: str | None
 
 
+def saved_groups(param_groups: list[dict], kinds: list[str | None]) -> list[SavedGroup]:
+    """Those of a state that was loaded, with ``kinds`` as ``Contents.kinds`` has them."""
+    found = []
+    for number, group in enumerate(param_groups):
+        kind = kinds[number] if number < len(kinds) else None
+        found.append(SavedGroup(set(group["params"]), set(group), kind))
+    return found
+
+
 def wrong_groups(
     optimizers: list[torch.optim.Optimizer],
     param_groups: list[dict],
@@ -210,7 +219,7 @@ def wrong_groups(
             continue
         here = kind_of_steps(optimizer)
         there = matching[0].kind
-        lacking = lacking_settings(optimizer, group, matching[0].settings)
+        lacking = _lacking_settings(optimizer, group, matching[0].settings)
         if lacking:
             found.append("  " + _other_kind(optimizer, ", ".join(lacking)))
         elif here is not None and there is not None and here != there:

@@ -17,7 +17,8 @@ from .contents import Contents, Survey, described, differences
 from .differing import differing_frozen, nothing, otherwise_here, warn_of_frozen
 from .frozen import LeftOut
 from .items import as_stateful, kind_of, refuse_taken
-from .optimizers import in_one_list, kind_of_steps
+from .names import like
+from .optimizers import in_one_list, kind_of_steps, saved_groups, wrong_groups
 from .random_numbers import RandomNumbers
 from .tensor_classes import (
     has_parts,
@@ -26,7 +27,7 @@ from .tensor_classes import (
     pack_flattened,
     unpack_flattened,
 )
-from .trained import States, Trained, like
+from .trained import States, Trained
 from .trees import is_staged, packed, unpacked, walk
 
 LOG = logging.getLogger(__name__)
@@ -226,6 +227,10 @@ class TrainingState(Stateful):
                 f"the checkpoint knows no {unknown}: add what is new after the load; all ranks "
                 "need the same names"
             )
+        saved = saved_groups(state["optim"]["param_groups"], contents.kinds.get("optim", []))
+        wrong = wrong_groups(self.optimizers, own.optim["param_groups"], saved, nothing)
+        if wrong:
+            raise ValueError("the checkpoint does not fit the optimizers:\n" + "\n".join(wrong))
         kept = {}
         for name, keys in contents.optim.items():
             if keys:

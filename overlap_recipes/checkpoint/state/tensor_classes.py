@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/tensor_classes.py
-"""Tensors of classes that wrap others, as float8 weights and 8-bit moments are: apart, and joined.
+"""Tensors that are made of others, as float8 weights and sparse matrices are: apart, and joined.
 
 A checkpoint has the plain tensors inside, by names below that of the whole, and how to join them.
+Private by name: ``_indices`` and ``_values``, which give a sparse tensor's own memory.
 """
 
 import importlib
@@ -14,7 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .trees import packed, shard_of, unpacked, walk
 
-_PLAIN_TYPES = {torch.Tensor, nn.Parameter, int, float, bool, str, bytes, type(None)}
+_TENSORS = (torch.Tensor, nn.Parameter)
+_VALUES = {int, float, bool, str, bytes, type(None)}
+_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 Path = tuple[str | int, ...]  # from the state on
 
 
@@ -28,6 +32,11 @@ class Flattened:
     shape: tuple[int, ...]  # of this rank's part
     stride: tuple[int, ...]
     is_dtensor: bool
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its parts are as large as its content has it."""
+        return self.module == "torch" and self.name == "sparse"
 
 
 def pack_flattened(flattened: dict[Path, Flattened]) -> bytes:
@@ -43,13 +52,19 @@ def unpack_flattened(data: bytes | None) -> dict[Path, Flattened]:
 
 
 def is_made_of_tensors(leaf: object) -> bool:
-    """Whether it is of a class that wraps others, such as float8 weights and 8-bit moments."""
+    """Whether it is sparse, or of a class that wraps others, as 8-bit moments are."""
     if not torch.is_tensor(leaf):
         return False
     local = shard_of(leaf)
-    if type(local) in (torch.Tensor, nn.Parameter):
+    if is_sparse(local):
+        return True
+    if type(local) in _TENSORS:
         return False
     return hasattr(type(local), "__tensor_flatten__") and not local.is_nested
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.sparse_coo or tensor.layout in _ROWS + _COLUMNS
 
 
 def has_parts(tree: object) -> bool:
@@ -61,7 +76,10 @@ def has_parts(tree: object) -> bool:
         if isinstance(value, (dict, list)):
             if has_parts(value):
                 return True
-        elif type(value) not in _PLAIN_TYPES and is_made_of_tensors(value):
+        elif type(value) in _TENSORS:
+            if value.layout is not torch.strided:
+                return True
+        elif type(value) not in _VALUES and is_made_of_tensors(value):
             return True
     return False
 
@@ -84,6 +102,8 @@ def in_parts(tree: object, path: Path, flattened: dict[Path, Flattened]) -> obje
     if not is_made_of_tensors(tree):
         return tree
     local = shard_of(tree)
+    if is_sparse(local):
+        return _sparse_in_parts(local.detach(), path, flattened)
     with torch.no_grad():
         names, context = local.__tensor_flatten__()
     flattened[path] = Flattened(
@@ -98,6 +118,29 @@ def in_parts(tree: object, path: Path, flattened: dict[Path, Flattened]) -> obje
     for name in names:
         part = _part_of(tree, getattr(local, name), path)
         parts[name] = in_parts(part, (*path, name), flattened)
+    return parts
+
+
+def _sparse_in_parts(
+    tensor: torch.Tensor, path: Path, flattened: dict[Path, Flattened]
+) -> dict[str, torch.Tensor]:
+    context: object = tensor.layout
+    if tensor.layout == torch.sparse_coo:
+        context = tensor.is_coalesced()
+        parts = {"indices": tensor._indices(), "values": tensor._values()}
+    elif tensor.layout in _ROWS:
+        parts = {
+            "compressed": tensor.crow_indices(),
+            "plain": tensor.col_indices(),
+            "values": tensor.values(),
+        }
+    else:
+        parts = {
+            "compressed": tensor.ccol_indices(),
+            "plain": tensor.row_indices(),
+            "values": tensor.values(),
+        }
+    flattened[path] = Flattened("torch", "sparse", context, tuple(tensor.shape), (), False)
     return parts
 
 
@@ -158,6 +201,12 @@ def joined(tree: object, path: Path, flattened: dict[Path, Flattened]) -> object
 
 
 def _made_of(parts: dict[str, torch.Tensor], how: Flattened) -> torch.Tensor:
+    if how.is_sparse and isinstance(how.context, torch.layout):
+        inner = parts["compressed"], parts["plain"], parts["values"]
+        return torch.sparse_compressed_tensor(*inner, how.shape, layout=how.context)
+    if how.is_sparse:
+        inner = parts["indices"], parts["values"]
+        return torch.sparse_coo_tensor(*inner, how.shape, is_coalesced=how.context)
     cls = importlib.import_module(how.module)
     for name in how.name.split("."):
         cls = getattr(cls, name)

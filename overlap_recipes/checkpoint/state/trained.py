@@ -2,7 +2,6 @@
 # Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/trained.py
 """A model and its optimizers: asked for their states under DCP's names, and loaded."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from .names import Names
+from .names import Names, like
 from .optimizers import (
     OTHER_GROUPS,
     groups,
@@ -277,7 +276,8 @@ class Trained:
         """Give parameters the parts that they have not yet, such as a scale of float8."""
         for key, parameter in self.model.named_parameters():
             name = self._names_of_keys.of(key)
-            if ("model", name) in flattened and isinstance(model.get(name), dict):
+            how = flattened.get(("model", name))
+            if how is not None and not how.is_sparse and isinstance(model.get(name), dict):
                 local = shard_of(parameter)
                 here, _ = local.__tensor_flatten__()
                 for part in model[name].keys() - set(here):
@@ -326,10 +326,3 @@ class Trained:
                 optimizer.state.pop("", None)
             for parameter in frozen:
                 parameter.requires_grad_(False)
-
-
-def like(model: dict, other: dict) -> OrderedDict:
-    """``model`` with the versions of modules of ``other``, at which modules look in a load."""
-    found = OrderedDict(model)
-    found._metadata = getattr(other, "_metadata", None)
-    return found

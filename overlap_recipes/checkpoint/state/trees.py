@@ -3,7 +3,8 @@
 """What a state is made of: nested dicts and lists with tensors as leaves."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
 
 import torch
 from torch import nn
@@ -51,3 +52,67 @@ def packed(state: object) -> bytes:
 
 def unpacked(data: bytes) -> object:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+# -- what stands at a path --------------------------------------------------------------------
+
+
+def element(tree: object, path: Iterable[str | int]) -> object:
+    """What is at ``path``, whose names may be of numbers; None if there is nothing."""
+    for key in path:
+        if isinstance(tree, dict):
+            names = {str(own): own for own in tree} if key not in tree else {key: key}
+            if key not in names:
+                return None
+            tree = tree[names[key]]
+        elif isinstance(tree, list) and isinstance(key, int) and key < len(tree):
+            tree = tree[key]
+        else:
+            return None
+    return tree
+
+
+def put(tree: object, path: tuple[str | int, ...], value: object) -> None:
+    """Set what is at ``path``; dicts are made for names and lists for numbers."""
+    for key, following in zip(path, path[1:], strict=False):
+        fresh: dict | list = [] if isinstance(following, int) else {}
+        if isinstance(tree, list):
+            while len(tree) <= key:
+                tree.append(None)
+            if tree[key] is None:
+                tree[key] = fresh
+        else:
+            tree.setdefault(key, fresh)
+        tree = tree[key]
+    last = path[-1]
+    if isinstance(tree, list):
+        while len(tree) <= last:
+            tree.append(None)
+    tree[last] = value
+
+
+def with_numbers(tree: object, path: tuple, numbers: set[tuple]) -> object:
+    """``tree`` with the keys at the paths ``numbers`` as numbers."""
+    if isinstance(tree, dict):
+        found = {}
+        for key, value in tree.items():
+            here = (*path, key)
+            inner = with_numbers(value, here, numbers)
+            found[int(key) if here in numbers else key] = inner
+        return found
+    if isinstance(tree, list) and numbers:
+        return [with_numbers(value, (*path, n), numbers) for n, value in enumerate(tree)]
+    return tree
+
+
+def in_dicts_like(own: object, tree: object) -> object:
+    """``tree`` with its dicts of the classes that they have in ``own``."""
+    if not isinstance(tree, dict) or not isinstance(own, dict):
+        return tree
+    found = {key: in_dicts_like(own.get(key), value) for key, value in tree.items()}
+    if type(own) is dict:
+        return found
+    like_own = copy(own)
+    like_own.clear()
+    like_own.update(found)
+    return like_own

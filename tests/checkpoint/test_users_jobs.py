@@ -1,0 +1,509 @@
+"""Jobs as users have them: what a resume would get wrong comes back right, or is told in words."""
+
+import copy
+import logging
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import BatchSampler, IterableDataset
+
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState
+
+DATA = torch.arange(22.0)[:, None].expand(22, 4)  # six batches of four, the last of two
+
+
+def step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 8)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save_and_resume(root: Path, saved: TrainingState, resumed: TrainingState, **how) -> int:
+    with CheckpointManager(root, saved, grace_s=None) as own:
+        own.save(1).result()
+    with CheckpointManager(root, resumed, grace_s=None) as own:
+        return own.resume(**how)
+
+
+# -- trainable_only ---------------------------------------------------------------------------
+
+
+def base_and_head(frozen: bool) -> nn.Sequential:
+    torch.manual_seed(0)  # the base, the same in each job
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[0].requires_grad_(not frozen)
+    return model
+
+
+def stage(root: Path, frozen: bool, steps: int, frozen_before_save: bool = False) -> nn.Module:
+    model = base_and_head(frozen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # without state
+    state = TrainingState(model, optimizer, trainable_only=True)
+    with CheckpointManager(root, state, keep_last=1, grace_s=None) as own:
+        done = own.resume()
+        for number in range(done + 1, done + steps + 1):
+            step(model, optimizer)
+            if frozen_before_save and number == done + steps:
+                model[0].requires_grad_(False)
+            own.save(number).result()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"frozen": False}, {"frozen": True}),
+        ({"frozen": False, "frozen_before_save": True}, {"frozen": True}),
+        ({"frozen": False, "frozen_before_save": True}, {"frozen": False}),
+    ],
+    ids=["in a resumed job", "in mid-run", "in mid-run, and trained again"],
+)
+def test_what_a_checkpoint_has_had_is_in_all_that_follow(tmp_path: Path, first, second) -> None:
+    stage(tmp_path, steps=3, **first)
+    before = stage(tmp_path, steps=2, **second)
+    after = stage(tmp_path, frozen=second["frozen"], steps=0)
+    assert torch.equal(after[0].weight, before[0].weight)
+    assert not torch.equal(after[0].weight, base_and_head(False)[0].weight)
+
+
+def test_what_an_optimizer_has_state_for_is_kept(tmp_path: Path) -> None:
+    model = base_and_head(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    model[0].requires_grad_(False)
+    state = TrainingState(model, optimizer, trainable_only=True)
+    assert "0.weight" in state.state_dict()["model"]
+
+
+def hadamard(size: int) -> torch.Tensor:
+    if size == 1:
+        return torch.ones(1, 1)
+    half = hadamard(size // 2)
+    return torch.cat([torch.cat([half, half], 1), torch.cat([half, -half], 1)])
+
+
+def shuffled(size: int, seed: int) -> torch.Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+
+
+def signs(seed: int) -> torch.Tensor:
+    found = torch.ones(4, 4, dtype=torch.float64)
+    found[seed, 0] = found[seed, 2] = -1
+    return found
+
+
+FIXED = {
+    "permutation": lambda seed: torch.eye(16)[shuffled(16, seed)],
+    "rows of Hadamard": lambda seed: hadamard(16)[shuffled(16, seed)],
+    "experts": lambda seed: torch.eye(8)[shuffled(8, seed)].expand(2, 8, 8).clone(),
+    "two signs of 64 bits": signs,
+    "columns": lambda seed: torch.ones(4, 4).triu()[:, shuffled(4, seed)],
+    "heads": lambda seed: torch.eye(4).repeat(4, 1)[shuffled(16, seed)].view(4, 4, 4),
+}
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_another_base_is_told_whatever_its_rows_add_up_to(tmp_path: Path, kind: str) -> None:
+    states = []
+    for seed in (0, 1):
+        model = nn.Sequential(nn.Linear(8, 4))
+        model.fixed = nn.Parameter(FIXED[kind](seed), requires_grad=False)
+        optimizer = torch.optim.SGD(model[0].parameters())
+        states.append(TrainingState(model, optimizer, trainable_only=True))
+    with pytest.raises(ValueError, match="fixed: frozen, left out of the checkpoint, and of other"):
+        save_and_resume(tmp_path, *states)
+
+
+@pytest.mark.parametrize("trainable_only", [True, False])
+@pytest.mark.parametrize("then", [True, False])
+def test_parameters_that_train_here_and_did_not_are_named_and_the_other_way_round(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, then: bool, trainable_only: bool
+) -> None:
+    states = []
+    for frozen in (not then, then):
+        model = base_and_head(frozen)
+        optimizer = torch.optim.SGD(model.parameters())
+        states.append(TrainingState(model, optimizer, trainable_only=trainable_only))
+    save_and_resume(tmp_path, *states)
+    where = "frozen here, and trained" if then else "trained here, and frozen"
+    assert f"{where} at the save: 0.bias, 0.weight" in caplog.text
+
+
+# -- loaders ----------------------------------------------------------------------------------
+
+stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+
+def loader(data: object = DATA, **settings: object):
+    return stateful.StatefulDataLoader(data, 4, **settings)
+
+
+def prepared(**settings: object):
+    accelerate = pytest.importorskip("accelerate")
+    utils = pytest.importorskip("accelerate.utils")
+    how = {"use_stateful_dataloader": True, "use_seedable_sampler": True, "data_seed": 3}
+    config = utils.DataLoaderConfiguration(**how)
+    plain = torch.utils.data.DataLoader(DATA, 4, shuffle=True, **settings)
+    return accelerate.Accelerator(cpu=True, dataloader_config=config).prepare(plain)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda each: pickle.loads(pickle.dumps(each)),
+    "copy": copy.copy,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_a_loader_is_a_loader_of_its_own(way: str) -> None:
+    data = loader(list(range(8)))
+    kind = type(data)
+    state = TrainingState(nn.Linear(2, 2), per_rank={"data": data})
+    assert isinstance(data, kind)
+    other = COPIES[way](data)
+    assert type(other) is kind and vars(other).keys() == vars(data).keys()
+    if way != "copy":  # which shares the list
+        other.dataset[:] = [100 + number for number in other.dataset]
+    assert [batch.tolist() for batch in other] == [other.dataset[:4], other.dataset[4:]]
+    assert [batch.tolist() for batch in data] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    del state
+    assert type(data) is kind
+    assert [batch.tolist() for batch in data] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class Order:
+    """Draws its order when its first number is asked for."""
+
+    def __init__(self, draw: Callable[[], list[int]]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.draw()
+
+
+def of_python() -> list[int]:
+    return random.sample(range(len(DATA)), len(DATA))
+
+
+def of_torch() -> list[int]:
+    return torch.randperm(len(DATA)).tolist()
+
+
+def in_batches(**settings: object):
+    order = BatchSampler(Order(of_python), 4, False)
+    return stateful.StatefulDataLoader(DATA, batch_sampler=order, **settings)
+
+
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
+IN_LATER_PASSES = {
+    "order of Python, workers persist": lambda: loader(sampler=Order(of_python), **PERSISTENT),
+    "order of torch, workers persist": lambda: loader(sampler=Order(of_torch), **PERSISTENT),
+    "batches, workers persist": lambda: in_batches(**PERSISTENT),
+    "accelerate's": prepared,
+    "accelerate's, with workers": lambda: prepared(num_workers=1),
+}
+
+
+def batches(root: Path, make: Callable, steps: int, save_at: int, seed: int) -> list:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    data = make()
+    seen = []
+    state = TrainingState(nn.Linear(1, 1), per_rank={"data": data})
+    with CheckpointManager(root, state, grace_s=None) as own:
+        done = own.resume()
+        while done < steps:
+            for batch in data:
+                seen.append(batch[:, 0].tolist())
+                done += 1
+                if done == save_at:
+                    own.save(done)
+                if done == steps:
+                    break
+    getattr(data, "base_dataloader", data)._iterator = None  # its workers end
+    return seen
+
+
+@pytest.mark.parametrize("kind", IN_LATER_PASSES)
+@pytest.mark.parametrize("save_at", [8, 12, 13])  # in the second pass, at its end, in the third
+def test_a_job_that_resumes_in_a_later_pass_has_its_order(
+    tmp_path: Path, kind: str, save_at: int
+) -> None:
+    make = IN_LATER_PASSES[kind]
+    whole = batches(tmp_path / "whole", make, 20, save_at, seed=0)
+    batches(tmp_path / "parted", make, save_at, save_at, seed=0)
+    assert batches(tmp_path / "parted", make, 20, 0, seed=1) == whole[save_at:]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from random.sample(list(DATA), len(DATA))
+
+
+def test_a_stream_whose_workers_persist_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    for settings in ({}, {"num_workers": 1}, PERSISTENT):
+        caplog.clear()
+        TrainingState(nn.Linear(1, 1), per_rank={"data": loader(Stream(), **settings)})
+        assert ("set persistent_workers=False" in caplog.text) == (settings is PERSISTENT)
+
+
+@pytest.mark.parametrize("gives", ["another", "its own", "its own, begun before"])
+def test_a_loader_of_which_the_loop_takes_no_batch_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gives: str
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    data = loader()
+    taken = iter(data) if gives == "its own, begun before" else None
+    state = TrainingState(model, optimizer, per_rank={"data": data})
+    if taken is None:
+        taken = iter(loader() if gives == "another" else data)
+    with CheckpointManager(tmp_path, state, grace_s=None) as own:
+        own.save(0)  # before the first step nothing is amiss
+        assert "taken no batch" not in caplog.text
+        model(next(taken)).sum().backward()
+        optimizer.step()
+        own.save(1)
+        own.save(2)
+    assert caplog.text.count("taken no batch") == (gives == "another")
+
+
+# -- who steps --------------------------------------------------------------------------------
+
+
+class Mine(torch.optim.AdamW):
+    """A user's own of an optimizer of torch."""
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "told"),
+    [
+        ("Adam", "RAdam", "saved with Adam, here is RAdam"),
+        ("NAdam", "RAdam", "saved with NAdam, here is RAdam"),
+        ("AdamW", "Adam", "saved with AdamW, here is Adam"),
+        ("Adam", "AdamW", "saved with Adam, here is AdamW"),
+        ("Adam", "Adamax", "saved with Adam, here is Adamax"),
+        ("Adamax", "Adam", "saved with Adamax, here is Adam"),
+        ("ASGD", "Rprop", "another kind of optimizer"),
+        ("Mine", "Adam", "saved with AdamW, here is Adam"),
+        ("Mine", "AdamW", None),
+        ("AdamW", "Mine", None),
+    ],
+)
+def test_moments_of_another_kind_of_optimizer_are_refused(
+    tmp_path: Path, saved: str, here: str, told: str | None
+) -> None:
+    states = []
+    for kind in (saved, here):
+        model = nn.Sequential(nn.Linear(8, 4))
+        optimizer = Mine if kind == "Mine" else getattr(torch.optim, kind)
+        made = optimizer(model.parameters(), lr=0.1)
+        step(model, made)
+        states.append(TrainingState(model, made))
+    if told is None:
+        assert save_and_resume(tmp_path, *states) == 1
+        return
+    before = states[1].model[0].weight.clone()
+    with pytest.raises(ValueError, match=told):
+        save_and_resume(tmp_path, *states)
+    assert torch.equal(states[1].model[0].weight, before)
+
+
+def in_sequence(*kinds: type) -> Callable:
+    def make(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        inner = [kind(optimizer, 3) for kind in kinds]
+        return lr_scheduler.SequentialLR(optimizer, inner, list(range(5, 4 + len(inner))))
+
+    return make
+
+
+def exponential(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def steps_of(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.StepLR(optimizer, 3)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.CosineAnnealingLR(optimizer, 7)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        (lambda o: [exponential(o)] * 3, lambda o: [exponential(o)] * 2),
+        (lambda o: [exponential(o)] * 2, lambda o: [exponential(o)] * 3),
+        (cosine, steps_of),
+        (steps_of, cosine),
+        (
+            in_sequence(lr_scheduler.StepLR, lr_scheduler.CosineAnnealingLR),
+            in_sequence(lr_scheduler.StepLR, lr_scheduler.StepLR),
+        ),
+        (lambda o: [cosine(o), steps_of(o)], lambda o: [steps_of(o), cosine(o)]),
+    ],
+    ids=["3 for 2", "2 for 3", "cosine", "step", "in a sequence", "in another order"],
+)
+def test_schedules_of_another_kind_are_refused_before_anything_changes(
+    tmp_path: Path, saved: Callable, here: Callable
+) -> None:
+    states = []
+    for make in (saved, here):
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        states.append(TrainingState(model, optimizer, scheduler=make(optimizer)))
+    before = states[1].model.weight.clone()
+    with pytest.raises(ValueError, match="scheduler: here is .*, saved "):
+        save_and_resume(tmp_path, *states)
+    assert torch.equal(states[1].model.weight, before)
+
+
+@pytest.mark.parametrize("what", ["never given", "replaced", "of another model", "inside"])
+def test_an_optimizer_that_steps_the_model_and_was_not_given_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.Adam(model[1].parameters())
+    if what == "of another model":
+        other = torch.optim.Adam(nn.Linear(8, 4).parameters())
+    if what == "inside":
+        other.state = given.state
+    stepping = [other] if what == "replaced" else [given, other]
+    with CheckpointManager(tmp_path, TrainingState(model, given), grace_s=None) as own:
+        for number in range(1, 4):
+            step(model, *stepping)
+            own.save(number)
+    told = caplog.text.count("Adam steps parameters of the model and is in no checkpoint")
+    assert told == (what in ("never given", "replaced"))
+
+
+# -- weights ----------------------------------------------------------------------------------
+
+
+def by_places(value: float) -> torch.Tensor:
+    return torch.sparse_coo_tensor([[0, 1], [1, 2]], [value, value], (4, 4))
+
+
+def of_other_length(value: float) -> torch.Tensor:
+    count = int(value)
+    places = [list(range(count)), list(range(count))]
+    return torch.sparse_coo_tensor(places, [value] * count, (9, 9))
+
+
+SPARSE = {
+    "COO": by_places,
+    "COO of another length": of_other_length,
+    "COO, coalesced": lambda value: by_places(value).coalesce(),
+    "CSR": lambda value: by_places(value).to_sparse_csr(),
+    "CSC": lambda value: by_places(value).to_sparse_csc(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("kind", SPARSE)
+def test_a_sparse_buffer_comes_back(tmp_path: Path, kind: str) -> None:
+    states = []
+    for value in (2.0, 9.0):
+        model = nn.Sequential(nn.Linear(8, 4))
+        model.register_buffer("graph", SPARSE[kind](value))
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer)
+        states.append(TrainingState(model, optimizer, scheduler=cosine(optimizer)))
+    assert save_and_resume(tmp_path, *states) == 1
+    assert torch.equal(states[1].model.graph.to_dense(), SPARSE[kind](2.0).to_dense())
+    assert torch.equal(states[1].model[0].weight, states[0].model[0].weight)
+
+
+class Tied(nn.Module):
+    def __init__(self, is_tied: bool, trains: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 8, bias=False)
+        self.inner = nn.Linear(8, 8)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+        if not trains:
+            self.embedding.requires_grad_(False)
+            self.head.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.embedding(x)))
+
+
+@pytest.mark.parametrize("trainable_only", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+def test_two_weights_are_not_loaded_into_one(
+    tmp_path: Path, trains: bool, trainable_only: bool
+) -> None:
+    states = []
+    for is_tied in (False, True):
+        model = Tied(is_tied, trains)
+        optimizer = torch.optim.SGD(p for p in model.parameters() if p.requires_grad)
+        states.append(TrainingState(model, optimizer, trainable_only=trainable_only))
+    with pytest.raises(ValueError, match="head.weight"):
+        save_and_resume(tmp_path, *states)
+
+
+def test_a_tied_weight_is_loaded_into_a_tied_one(tmp_path: Path) -> None:
+    models = [Tied(True, True), Tied(True, True)]
+    states = [TrainingState(each, torch.optim.SGD(each.parameters())) for each in models]
+    assert save_and_resume(tmp_path, *states) == 1
+    assert torch.equal(models[0].head.weight, models[1].embedding.weight)
+
+
+@pytest.mark.parametrize("on_meta", ["all", "a layer", "a buffer"])
+def test_a_model_without_memory_is_not_resumed(tmp_path: Path, on_meta: str) -> None:
+    saved = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    here = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    if on_meta == "all":
+        here.to("meta")
+    elif on_meta == "a layer":
+        here[0].to("meta")
+    else:
+        here[1].running_mean = here[1].running_mean.to("meta")
+    with pytest.raises(ValueError, match="lies on meta: give it memory first"):
+        save_and_resume(tmp_path, TrainingState(saved), TrainingState(here))
+
+
+class WithLoss(nn.Module):
+    """A network of a perceptual loss, which its state leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.judge = nn.Linear(8, 4).requires_grad_(False)
+
+    def state_dict(self, *args: object, **how: object) -> dict:
+        found = super().state_dict(*args, **how)
+        for name in [name for name in found if "judge." in name]:
+            del found[name]
+        return found
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.Sequential, torch.compile])
+def test_what_the_models_own_state_leaves_out_stays_as_it_is(
+    tmp_path: Path, wrap: Callable
+) -> None:
+    models = [wrap(WithLoss()), wrap(WithLoss())]
+    inner = [next(m for m in each.modules() if isinstance(m, WithLoss)) for each in models]
+    judge = inner[1].judge.weight.clone()
+    states = [TrainingState(each) for each in models]
+    assert save_and_resume(tmp_path, *states) == 1
+    assert torch.equal(inner[1].inner.weight, inner[0].inner.weight)
+    assert torch.equal(inner[1].judge.weight, judge)
+
+
+@pytest.fixture(autouse=True)
+def warnings_of_the_library(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="overlap_recipes")
