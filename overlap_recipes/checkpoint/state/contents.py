@@ -98,11 +98,11 @@ def described(leaf: object) -> str:
     if not torch.is_tensor(leaf):
         return "no tensor"
     spec = spec_of(leaf.dtype, leaf.shape)
-    if is_sparse(leaf):
+    if not is_made_of_tensors(leaf):
+        return spec
+    if is_sparse(shard_of(leaf)):
         return f"sparse {spec}"
-    if is_made_of_tensors(leaf):
-        return f"{type(shard_of(leaf)).__name__} of {spec}"
-    return spec
+    return f"{type(shard_of(leaf)).__name__} of {spec}"
 
 
 @cache

@@ -161,12 +161,12 @@ class TrainingState(Stateful):
         survey = Survey()
         for key in state.keys() - {"model", PER_RANK}:
             survey.look(state[key], [key])
-        specs = {name: described(leaf) for name, leaf in states.model.items()}
+        model = {name: described(leaf) for name, leaf in states.model.items()}
         return Contents(
             optim=states.real,
             ranks=world_size(),
-            model={name: spec for name, spec in specs.items() if name not in left_out},
-            left_out={name: specs[name] for name in left_out},
+            left_out={name: model.pop(name) for name in left_out},
+            model=model,
             digests={} if self.left_out is None else self.left_out.digests,
             frozen=states.frozen,
             ties=states.ties,

@@ -64,7 +64,10 @@ def is_made_of_tensors(leaf: object) -> bool:
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.sparse_coo or tensor.layout in _ROWS + _COLUMNS
+    layout = tensor.layout
+    if layout is torch.strided:  # nearly always
+        return False
+    return layout == torch.sparse_coo or layout in _ROWS or layout in _COLUMNS
 
 
 def has_parts(tree: object) -> bool:

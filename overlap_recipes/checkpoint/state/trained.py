@@ -190,7 +190,7 @@ class Trained:
                     saved.clear()
                     saved.update(before[id(own)], params=names)
             states = States(model, optim, {})
-            self._note_parameters(states, self.parameters_of_model())
+            self._note_parameters(states)
             return states
         finally:
             for parameter, gradient in gradients:
@@ -207,14 +207,18 @@ class Trained:
         """What modules and optimizers return as their state, under the names that DCP uses."""
         own = self.model.state_dict(keep_vars=keep_vars)
         model = like({}, own)
-        parameters: dict[str, nn.Parameter] = {}
-        names: dict[int, str] = {}  # of parameters, by id; of a tied one the first
+        frozen: list[str] = []
+        ties: dict[str, str] = {}
+        names: dict[int, str] = {}  # by id; of a tied parameter the first
         for key, value in own.items():
             name = self._names_of_keys.of(key)
             model[name] = value
-            if isinstance(value, nn.Parameter):  # they are, with ``keep_vars``
-                parameters[name] = value
-                names.setdefault(id(value), name)
+            first = names.setdefault(id(value), name)
+            if first != name:
+                ties[name] = first
+            if keep_vars and not getattr(value, "requires_grad", True):
+                if isinstance(value, nn.Parameter):  # which takes long to find out
+                    frozen.append(name)
         of_optimizers = [parameters_of(optimizer) for optimizer in self.optimizers]
         if not all(id(p) in names for each in of_optimizers for p in each):
             names = self._names()
@@ -229,21 +233,24 @@ class Trained:
                 group_names = [numbered[number] for number in group["params"]]
                 param_groups.append(group | {"params": group_names})
         optim = {"state": state, "param_groups": param_groups}
-        states = States(model, optim, {})
-        self._note_parameters(states, parameters if keep_vars else self.parameters_of_model())
+        states = States(model, optim, {}, frozen, ties)
+        if not keep_vars:  # which gives other tensors for parameters
+            self._note_parameters(states)
         return states
 
-    def _note_parameters(self, states: States, parameters: dict[str, nn.Parameter]) -> None:
+    def _note_parameters(self, states: States) -> None:
         """Note of the model's parameters which are frozen, and which have several names."""
-        first: dict[int, str] = {}
-        for name, parameter in parameters.items():
+        states.frozen = []
+        states.ties = {}
+        names: dict[int, str] = {}
+        for name, parameter in self.parameters_of_model().items():
             if name not in states.model:
                 continue
             if not parameter.requires_grad:
                 states.frozen.append(name)
-            own = first.setdefault(id(parameter), name)
-            if own != name:
-                states.ties[name] = own
+            first = names.setdefault(id(parameter), name)
+            if first != name:
+                states.ties[name] = first
 
     def _would_read(self, of_dcp: States, keep_vars: bool) -> bool:
         """Whether ``read_states`` gives the names and the memory of DCP's answer."""
