@@ -101,8 +101,6 @@ class CheckpointManager:
         if not isinstance(state, TrainingState):
             raise TypeError(f"state is a {type(state).__name__}: pass TrainingState(model, ...)")
         refuse_wrappers(state.model)
-        if state.has_flat_parameters():
-            state.reads_as_dcp = False  # to find it out gathers the model, on some ranks alone
         check_kept(keep_last, keep_every)
         self.state = state
         self.keep_last = keep_last
