@@ -2,7 +2,7 @@
 # moonclip_step_counter, moonclip==0.3.1: `save_dtype="bf16"` rounds `AdamW`'s step counter, too: step 100001 comes back as 99840, and as infinity with `"fp16"`.
 # Guess: what is cast is the weights, perhaps the moments, and no counter.
 # Instead: leave `save_dtype` out for a checkpoint that training goes on from.
-# Took: less than 120 s for its program; not yet timed whole
+# Took: 1321 s whole, on two cores that twenty other programs had
 set -euo pipefail
 
 folder=$(mktemp -d)

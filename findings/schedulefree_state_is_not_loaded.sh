@@ -3,7 +3,7 @@
 # Guess: they come back as `AdamW`'s do, or the load raises.
 # Instead: save and load `optimizer.state_dict()` with `torch.save` and
 #     `optimizer.load_state_dict`; `overlap_recipes.checkpoint` loads it as it is.
-# Took: less than 120 s for its program; not yet timed whole
+# Took: 1402 s whole, on two cores that twenty other programs had
 set -euo pipefail
 
 folder=$(mktemp -d)
