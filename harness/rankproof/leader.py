@@ -28,6 +28,7 @@ GRACE_AFTER_FAILURE_S = 10.0  # how long the other ranks get to fail by themselv
 # How long interpreters get to end behind the recipe's last line: the deadline, but within these.
 LEAST_AT_EXIT_S = 5.0
 MOST_AT_EXIT_S = 15.0
+TEARDOWN_S = 60.0  # how long C++ code then gets: it waits for nobody, but a machine may be busy
 LEFTOVER_GRACE_S = 3.0  # helpers such as multiprocessing's resource tracker end with their parent
 
 
@@ -136,6 +137,7 @@ class _Patience:
         self.deadline = time.monotonic() + START_S + deadline_s
         self.have_begun = False
         self.exits_by: float | None = None
+        self.are_torn_down = False
 
     def is_over(self, failed: bool) -> bool:
         """To be asked again and again; ``failed``: whether a rank has."""
@@ -149,6 +151,9 @@ class _Patience:
             elif self.all_have("ended"):
                 at_least = max(self.deadline_s, LEAST_AT_EXIT_S)
                 self.exits_by = now + min(at_least, MOST_AT_EXIT_S)
+        if not self.are_torn_down and self.all_have("json"):
+            self.are_torn_down = True
+            self.exits_by = now + TEARDOWN_S
         if self.exits_by is not None and now > self.exits_by:
             return True
         return now > self.deadline
