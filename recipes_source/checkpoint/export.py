@@ -109,7 +109,7 @@ except ImportError as error:
 # ``torch.compile``, ``DistributedDataParallel`` and activation checkpointing change the names of a
 # model; the export has the original ones.
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/export.py
+# .. literalinclude:: /overlap_recipes/checkpoint/export_names.py
 #    :language: python
 #    :pyobject: weights
 #

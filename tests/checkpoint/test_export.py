@@ -35,9 +35,9 @@ from overlap_recipes.checkpoint.export import (  # noqa: E402
     end_replacement,
     for_transformers,
     header_of,
-    parts_of,
     weights,
 )
+from overlap_recipes.checkpoint.export_names import parts_of  # noqa: E402
 from overlap_recipes.checkpoint.stores.directory import Folder  # noqa: E402
 
 SCRIPT = REPO / "tests" / "data" / "export_llama.py"
