@@ -23,9 +23,7 @@ on a thread.
 .. code-block:: python
 
    from transformers import TrainingArguments
-   from overlap_recipes.checkpoint import Saves
-from overlap_recipes.checkpoint.stores.store import Target
-from overlap_recipes.trainers.transformers import OverlappedTrainer
+   from overlap_recipes.trainers.transformers import OverlappedTrainer
 
    arguments = TrainingArguments(
        output_dir="run",
