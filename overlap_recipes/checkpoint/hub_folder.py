@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..ranks import own_result
-from .export import DTYPES, Part, header_of, parts_of, runs, weights
+from .export import DTYPES, header_of, runs
+from .export_names import Part, parts_of, weights
 from .reader import OpenFile, Wanted, fill, reads_of
 from .state import shard_of
 
