@@ -78,6 +78,7 @@ READ_US = 5000.0  # a read of the forward that takes longer waits for more than 
 INTERVALS = ("staging_cost_s", "cost_s", "upload_slowdown")  # get a bootstrap interval
 DEFAULT_STAGERS = "default_stager_as_published", "default_stager_ordered"
 OURS = [name for name, way in (WAYS | PIECES).items() if way.ours]
+STAGERS = ("overlapped_stager", "default_stager_2.13")
 PARAMETERS = ("model", "loop", "compiled", "storage", "step", "tokens")
 
 
@@ -102,10 +103,10 @@ class Size:
 
 
 FULL = {  # steps of 0.3 s and the shortest that an H200 reaches
-    1: Size("llama-1b", {"long": 16384, "short": 2048}, 2048, 4 * 10**9, 2**30),
-    2: Size("llama-1b", {"long": 14336, "short": 2048}, 2048, 4 * 10**9, 2**30),
+    1: Size("llama-1b", {"longest": 40960, "long": 16384, "short": 2048}, 2048, 4 * 10**9, 2**30),
+    2: Size("llama-1b", {"longest": 40960, "long": 14336, "short": 2048}, 2048, 4 * 10**9, 2**30),
 }
-SMALL = Size("llama-tiny", {"long": 64, "short": 32}, 32, 2**20, 2**20)
+SMALL = Size("llama-tiny", {"longest": 128, "long": 64, "short": 32}, 32, 2**20, 2**20)
 
 
 def size_of(model: str | None, small: bool, ranks: int) -> Size:
@@ -545,7 +546,11 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
     yield cost(disk, ours, 6)
     yield cost(long, DEFAULT_STAGERS[0], 1)
     yield judged(DEFAULT_STAGERS[0])
-    for name in ("dcp_save", "async_save", "pinned"):
+    for name in STAGERS:
+        yield cost(long, name, 3)
+        yield judged(name)
+    yield cost(long, "pinned", 3)
+    for name in ("dcp_save", "async_save"):
         yield cost(long, name, 1)
     for threads in ("1_thread", "7_threads"):
         yield cost(long, f"{ours}_{threads}", 6)
@@ -553,7 +558,7 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
     for name in (DEFAULT_STAGERS[1], "torch_save"):
         yield cost(long, name, 1)
     yield cost(compiled, ours, 3)
-    for name in (ours, "dcp_save", "async_save", "pinned", *DEFAULT_STAGERS):
+    for name in (ours, "dcp_save", "async_save", "pinned", *STAGERS, *DEFAULT_STAGERS):
         yield Task(f"{name} trace", 30 + gb, partial(measurement.trace, long, name))
     for case in (free, compiled):
         yield cost(case, "torch_checkpointing", 1)

@@ -6,6 +6,8 @@ and behind each step, so that the loop is the same for all.
 """
 
 import importlib
+import importlib.util
+import os
 import sys
 import threading
 import time
@@ -13,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -24,15 +26,18 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes_source" / "checkpoint"))
 
+from _checks import NamedWhenComplete  # noqa: E402
 from _toys import AppState, leaves, same_bits  # noqa: E402
 from async_save import AsyncCheckpoints  # noqa: E402
-from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
-from pinned_staging import PinnedCheckpoints  # noqa: E402
+from default_stager import OverlappedStager  # noqa: E402
+from pinned_staging import PinnedStager  # noqa: E402
 
 from benchmarks.measuring import PIECE_BYTES, timing_event  # noqa: E402
 from overlap_recipes.checkpoint.copies import ALIGNMENT, CopyPlan  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
 from overlap_recipes.checkpoint.state import TrainingState  # noqa: E402
+
+REUSE_CRASHES = "2.11" <= torch.__version__ < "2.13"
 
 
 @dataclass
@@ -167,14 +172,23 @@ class DefaultStagerAsPublished(Way):
 
 
 class RecipeWay(Way):
-    """A class of ``async_save`` and what builds on it: it writes to ``<root>/step<N>``."""
+    """``AsyncCheckpoints`` with a stager: it writes to ``<root>/step<N>``."""
 
     checkpoints: AsyncCheckpoints
+
+    def open(self) -> None:
+        self.checkpoints = AsyncCheckpoints(Path(), self.stager(), NamedWhenComplete)
+
+    def stager(self) -> object | None:
+        """The ``async_stager`` of each save."""
 
     def start(self, save: Save) -> None:
         self.checkpoints.root = save.directory
         self.checkpoints.save(self.app.step, {"app": self.app.state_dict()})
-        save.watch(self.checkpoints.upload)
+        save.watch(self.checkpoints.upload, self.staging())
+
+    def staging(self) -> Future | None:
+        """When the copy of the save that was called last has ended, where the stager tells."""
 
     def finish(self, save: Save) -> None:
         super().finish(save)
@@ -192,28 +206,148 @@ class RecipeWay(Way):
 class AsyncSave(RecipeWay):
     ours = True
 
-    def open(self) -> None:
-        self.checkpoints = AsyncCheckpoints(Path())
-
 
 class Pinned(RecipeWay):
     ours = True
 
-    def open(self) -> None:
-        self.checkpoints = PinnedCheckpoints(Path())
+    def stager(self) -> PinnedStager:
+        return PinnedStager()
+
+
+class Noted:
+    """A stager whose last future is kept."""
+
+    last: Future | None = None
+
+    def __init__(self, stager: object) -> None:
+        self.stager = stager
+
+    def stage(self, state_dict: dict) -> Future:
+        self.last = self.stager.stage(state_dict)
+        return self.last
+
+
+class Overlapped(RecipeWay):
+    ours = True
+
+    def stager(self) -> Noted:
+        self.noted = Noted(OverlappedStager(self.device, self.app.model.buffers))
+        return self.noted
+
+    def staging(self) -> Future:
+        return self.noted.last
+
+    def close(self) -> None:
+        super().close()
+        self.noted.stager.close()
+
+
+# -- torch's stager, ordered -----------------------------------------------------------------------
+
+FILES_OF_2_13 = os.environ.get("STAGING_FILES")
+"""A folder with ``staging.py`` and ``_state_dict_stager.py`` of torch 2.13, to be tried on another."""
+
+
+class AfterStep:
+    """Copied first: it makes the copying thread's stream wait for what is queued now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = torch.get_device_module(device)
+        self.event = self.streams.Event()
+        self.event.record()
+
+    def __deepcopy__(self, memo: dict) -> int:
+        self.streams.current_stream().wait_event(self.event)
+        return 0
+
+
+class OrderedStager:
+    """``DefaultStager``, a new one a save where it cannot be used twice."""
+
+    def __init__(self, device: torch.device, kind: type[DefaultStager], is_reused: bool) -> None:
+        self.device, self.kind, self.is_reused = device, kind, is_reused
+        self.made: DefaultStager | None = None
+
+    def stage(self, state_dict: dict) -> Future:
+        if self.made is None or not self.is_reused:
+            self.close()
+            on_cpu = self.device.type == "cpu"
+            self.made = self.kind(
+                StagingOptions(False, False, True, False) if on_cpu else StagingOptions()
+            )
+            self.prepare(self.made)
+        return self.made.stage({"after_step": AfterStep(self.device)} | state_dict)
+
+    def prepare(self, stager: DefaultStager) -> None: ...
+
+    def close(self) -> None:
+        if self.made is not None:
+            self.made.close()
+
+
+class NumbersPinned(OrderedStager):
+    """The same, and numbers of four bytes are page-locked as well."""
+
+    def prepare(self, stager: DefaultStager) -> None:
+        stager._state_dict_stager.pin_memory_min_bytes = 0
+
+
+def stager_of_2_13() -> type[DefaultStager]:
+    """``DefaultStager`` from ``FILES_OF_2_13``; torch's own without them."""
+    if FILES_OF_2_13 is None:
+        return DefaultStager
+    inner = "torch.distributed.checkpoint._state_dict_stager"
+    kept = sys.modules[inner]
+    try:
+        sys.modules[inner] = module_from(Path(FILES_OF_2_13, "_state_dict_stager.py"))
+        return module_from(Path(FILES_OF_2_13, "staging.py")).DefaultStager
+    finally:
+        sys.modules[inner] = kept
+
+
+def module_from(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"of_2_13_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
 class DefaultStagerOrdered(RecipeWay):
-    ours = True
     queued_s = 4.0
+    note = "its stream waits for an event after the step"
 
-    def open(self) -> None:
-        self.checkpoints = StagedCheckpoints(Path(), self.device, self.app.model.buffers)
-        built = "a new stager a save" if REUSE_CRASHES else "one stager for all saves"
-        self.note = f"{built}; its stream waits for an event behind the step"
+    def stager(self) -> Noted:
+        if REUSE_CRASHES:
+            self.note += "; a new stager a save: this torch fails to use one twice"
+        ordered = OrderedStager(self.device, DefaultStager, is_reused=not REUSE_CRASHES)
+        self.noted = Noted(ordered)
+        return self.noted
+
+    def staging(self) -> Future:
+        return self.noted.last
 
     def before_update(self) -> None:
-        self.checkpoints.wait_staged()
+        if self.noted.last is not None:
+            self.noted.last.exception()
+
+    def close(self) -> None:
+        super().close()
+        self.noted.stager.close()
+
+
+class DefaultStager213(DefaultStagerOrdered):
+    kind: type[OrderedStager] = OrderedStager
+
+    def stager(self) -> Noted:
+        if FILES_OF_2_13 is not None:
+            self.note += f"; torch 2.13's two files of staging on torch {torch.__version__}"
+        self.noted = Noted(self.kind(self.device, stager_of_2_13(), is_reused=True))
+        return self.noted
+
+
+class DefaultStager213Pinned(DefaultStager213):
+    kind = NumbersPinned
 
 
 class LibraryApp(Stateful):
@@ -529,6 +663,9 @@ WAYS: dict[str, type[Way]] = {
     "pinned": Pinned,
     "default_stager_as_published": DefaultStagerAsPublished,
     "default_stager_ordered": DefaultStagerOrdered,
+    "default_stager_2.13": DefaultStager213,
+    "default_stager_2.13_numbers_pinned": DefaultStager213Pinned,
+    "overlapped_stager": Overlapped,
     "overlapped_writer": OverlappedWriter,
     "overlapped_writer_1_thread": OneThread,
     "overlapped_writer_7_threads": SevenThreads,

@@ -23,7 +23,9 @@ This is the loop:
 .. literalinclude:: async_save.py
    :pyobject: train
 
-The file needs torch alone. Copy it, and take its first half: down to ``AsyncCheckpoints``.
+Copy ``AsyncCheckpoints``, the first block of code below. It needs torch alone. ``_checks.py`` holds what
+it leaves to others: ``NamedWhenComplete`` and ``SameOnAllRanks``. Without them it works as well; then a
+killed save leaves a directory that looks like the others, and nobody compares the ranks.
 
 .. grid:: 1 1 2 2
 
@@ -55,121 +57,8 @@ again.
 """
 
 # %%
-# Imports
-# -------
-
-import argparse
-import copy
-import ctypes
-import hashlib
-import logging
-import operator
-import os
-import tempfile
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
-from datetime import timedelta
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-
-LOG = logging.getLogger(__name__)
-PATIENCE = timedelta(minutes=10)  # how long a rank that has written waits for the slowest one
-REFUSED = "cannot be saved"
-
-# %%
-# Name only what is complete
-# --------------------------
-# DCP writes ``.metadata`` last, yet ``.metadata`` does not prove that a checkpoint is complete.
-# Suppose the process group is destroyed while an upload waits its turn. The upload thread finds no
-# group and takes its rank for the only one. Each rank then writes its files and ``.metadata`` over
-# those of the others. The directory loads without an error, and a part of its weights was never
-# written. Saving a step twice into one directory can do the same damage.
-#
-# So the files go to ``<directory>.incomplete``. Rank 0 counts the ranks before any of them writes,
-# and removes the suffix when all have written. **A directory without the suffix is complete.**
-
-
-class NamedWhenComplete(FileSystemWriter):
-    """Write a checkpoint of ``ranks`` ranks; give it its name only when all have written it."""
-
-    def __init__(self, directory: Path, ranks: int, **options) -> None:
-        super().__init__(f"{directory}.incomplete", **options)
-        self.ranks = ranks
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, before any rank writes."""
-        if len(plans) != self.ranks:
-            raise RuntimeError(f"{len(plans)} of {self.ranks} ranks write {self.path.name}")
-        return super().prepare_global_plan(plans)
-
-    def finish(self, metadata: Metadata, results: list) -> None:
-        """On rank 0, when all have written."""
-        super().finish(metadata, results)
-        self.path.rename(self.path.with_suffix(""))  # fails if there is a checkpoint of that name
-
-
-# %%
-# Refuse what would be saved wrongly
-# ----------------------------------
-# DCP takes a tensor that is no DTensor for replicated, and keeps one rank's. The same holds for a
-# number. If the ranks hold different values (BatchNorm's statistics under DDP, a moment that an
-# optimizer made of its shard, the position of a data loader), the others are lost without an error.
-# So ``fact_of`` describes each leaf, and the ranks compare. Digests of tensors are compared at the
-# first save alone: the host waits for the device, and reads every plain tensor.
-
-
-def leaves(tree: object, path: str = "") -> dict[str, object]:
-    """The leaves of nested dicts and lists by path."""
-    if isinstance(tree, dict):
-        children = tree.items()
-    elif isinstance(tree, list | tuple):
-        children = enumerate(tree)
-    else:
-        return {path: tree}
-    found = {}
-    for key, child in children:
-        found |= leaves(child, f"{path}/{key}")
-    return found
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    """SHA-256 of its bytes in row-major order; waits for the device."""
-    data = tensor.reshape(-1).view(torch.uint8).cpu()
-    memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
-    return hashlib.sha256(memory).hexdigest()
-
-
-def fact_of(leaf: object, with_digest: bool) -> str:
-    """What must be the same on all ranks; begins with REFUSED if DCP would not save it as it is."""
-    if isinstance(leaf, int | float | str | None):
-        return repr(leaf)
-    if not isinstance(leaf, torch.Tensor):
-        return f"{REFUSED}: a {type(leaf).__name__}"
-    is_sharded = isinstance(leaf, DTensor)
-    local = leaf.to_local() if is_sharded else leaf.detach()
-    if type(local) is not torch.Tensor or local.layout != torch.strided:
-        return f"{REFUSED}: a {type(local).__name__}, {local.layout}"
-    if is_sharded and leaf.dim() == 0:
-        return f"{REFUSED}: a DTensor without dimensions, which torch's stagers do not copy"
-    fact = f"{leaf.dtype}, {tuple(leaf.shape)}"
-    if with_digest and not is_sharded:
-        fact += f", SHA-256 {digest_of(local)}"
-    return fact
-
-
-# %%
-# The saves
-# ---------
+# The block to copy
+# -----------------
 # 1. **A group of its own.** The upload thread talks to the other ranks. If training uses the same
 #    gloo group at the same time, their messages mix, and the ranks abort or hang.
 # 2. **One save at a time.** Two saves would need two copies of the state in host memory. Uploads
@@ -180,24 +69,58 @@ def fact_of(leaf: object, with_digest: bool) -> str:
 # 4. **The last save is awaited**, also when an exception leaves the ``with`` block; no other save
 #    begins then. If the other ranks never join this save, ``PATIENCE`` ends the wait. (Nobody can
 #    interrupt the thread, and Python waits for it at exit in any case.)
+#
+# ``per_thread_copy_ahead=0``: what the writer writes is in host memory already. By default it would
+# synchronize with the compute stream once per tensor, and an upload would take as many training
+# steps as there are tensors.
+
+import logging
+import operator
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+LOG = logging.getLogger(__name__)
+PATIENCE = timedelta(minutes=10)  # how long a rank that has written waits for the slowest one
 
 
 class AsyncCheckpoints:
     """Save state dicts asynchronously, each to ``root/step<N>``, one save at a time.
 
-    All ranks construct it, call ``save`` at the same steps and leave its ``with`` block.
+    All ranks construct it, call ``save`` at the same steps and leave its ``with`` block. It leaves
+    to ``_checks.py``: names for complete checkpoints alone (``writer=NamedWhenComplete``), and an
+    error where ranks differ (``check=SameOnAllRanks()``).
+
+    Args:
+        root: a directory that all ranks see.
+        stager: how the state comes to host memory; torch's pageable copy if None.
+        writer: called with a directory and options of ``FileSystemWriter``.
+        check: called with step, state and group before each save; raises on all ranks or on none.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self,
+        root: Path,
+        stager: object | None = None,
+        writer: Callable[..., FileSystemWriter] = FileSystemWriter,
+        check: Callable[[int, dict, dist.ProcessGroup], None] | None = None,
+    ) -> None:
         self.root = root
+        self.stager = stager
+        self.writer = writer
+        self.check = check
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.upload: Future | None = None
         self.uploading = ""  # which checkpoint
-        self.has_compared = False
         self.has_failed_alone = False
 
     def save(self, step: int, state: dict) -> None:
-        """Stage ``state`` on the calling thread and write it on another thread.
+        """Stage ``state`` and write it on another thread.
 
         Waits for the save before it. If that one failed, logs its error.
 
@@ -208,38 +131,24 @@ class AsyncCheckpoints:
 
         Raises:
             TypeError: ``step`` is no whole number.
-            ValueError: on every rank; the state cannot be saved, or ranks differ where they may not.
             RuntimeError: an earlier save could not be staged on this rank. End the job.
         """
         if self.has_failed_alone:
             raise RuntimeError("an earlier save failed on this rank alone: end the job")
         name = f"step{operator.index(step)}"
         self.end_last()
-        self.compare(step, state)
+        if self.check is not None:
+            self.check(step, state, self.group)
         self.uploading = name
-        writer = NamedWhenComplete(self.root / self.uploading, self.group.size())
-        try:
-            self.upload = dcp.async_save(state, storage_writer=writer, process_group=self.group)
-        except BaseException:
-            self.has_failed_alone = True  # the others are in that save, and wait for this rank
-            raise
-
-    def compare(self, step: int, state: dict) -> None:
-        """Raise on every rank unless all save this step, and agree where DCP keeps one copy."""
-        mine = {"step": repr(step)}
-        for path, leaf in leaves(state).items():
-            mine[path] = fact_of(leaf, with_digest=not self.has_compared)
-        of_ranks = [mine] * self.group.size()
-        dist.all_gather_object(of_ranks, mine, group=self.group)
-        problems = []
-        for rank, theirs in enumerate(of_ranks):
-            for path in sorted(of_ranks[0].keys() | theirs.keys()):
-                fact = theirs.get(path, "not there")
-                if fact != of_ranks[0].get(path) or fact.startswith(REFUSED):
-                    problems.append(f"rank {rank}, {path}: {fact}")
-        if problems:
-            raise ValueError(f"not saved, {len(problems)} problems: {problems[:3]}")
-        self.has_compared = True
+        self.has_failed_alone = True  # if the call raises: the others are in it, and wait
+        saved = dcp.async_save(
+            state,
+            storage_writer=self.writer(self.root / name, per_thread_copy_ahead=0),
+            async_stager=self.stager,
+            process_group=self.group,
+        )
+        self.has_failed_alone = False
+        self.upload = getattr(saved, "upload_completion", saved)
 
     def wait(self) -> None:
         """Return when the save in flight is on disk.
@@ -280,21 +189,67 @@ class AsyncCheckpoints:
 
 
 # %%
+# What it leaves to ``_checks.py``
+# --------------------------------
+# **A name for complete checkpoints alone.** DCP writes ``.metadata`` last, yet ``.metadata`` does
+# not prove that a checkpoint is complete. Suppose the process group is destroyed while an upload
+# waits its turn. The upload thread finds no group and takes its rank for the only one. Each rank
+# then writes its files and ``.metadata`` over those of the others. The directory loads without an
+# error, and a part of its weights was never written. Saving a step twice into one directory can do
+# the same damage. So the files go to ``<directory>.incomplete``. Rank 0 counts the ranks before any
+# of them writes, and removes the suffix when all have written. **A directory without the suffix is
+# complete.**
+#
+# .. literalinclude:: _checks.py
+#    :pyobject: NamedWhenComplete
+#
+# **A comparison of ranks.** DCP takes a tensor that is no DTensor for replicated, and keeps one
+# rank's. The same holds for a number. If the ranks hold different values (BatchNorm's statistics
+# under DDP, a moment that an optimizer made of its shard, the position of a data loader), the others
+# are lost without an error. So ``fact_of`` describes each leaf, and the ranks compare. Digests of
+# tensors are compared at the first save alone: the host waits for the device, and reads every plain
+# tensor.
+#
+# .. dropdown:: ``SameOnAllRanks``, and what is a fact
+#
+#    .. literalinclude:: _checks.py
+#       :pyobject: SameOnAllRanks
+#
+#    .. literalinclude:: _checks.py
+#       :pyobject: fact_of
+#
 # Run it, and prove it
 # --------------------
 # ``train`` is the loop from the top of the page. When it asks for its next batch, it has just
 # saved, so the checkpoint must hold the bits of that moment. After that, three saves must fail: where
 # a file is in the way, where ranks differ, where a rank is missing. The lines ``is not saved`` and
-# ``refused`` below are expected.
+# ``refused`` below are expected. Toys and comparisons of bits are in ``_checks.py``, too.
 
-WIDTH = 512  # features
-STEPS, SAVE_EVERY = 6, 2
+import argparse
+import tempfile
+from collections.abc import Iterable
+
+import torch
+from _checks import (
+    SAVE_EVERY,
+    NamedWhenComplete,
+    SameOnAllRanks,
+    assert_all_right,
+    assert_right,
+    build,
+    directory_of_rank_0,
+    start_rank,
+    watched_batches,
+)
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[torch.Tensor], root: Path
 ) -> None:
-    with AsyncCheckpoints(root) as checkpoints:
+    with AsyncCheckpoints(root, writer=NamedWhenComplete, check=SameOnAllRanks()) as checkpoints:
         for step, batch in enumerate(batches, start=1):
             model(batch).square().mean().backward()
             optimizer.step()
@@ -304,58 +259,11 @@ def train(
                 checkpoints.save(step, {"model": of_model, "optimizer": of_optimizer})
 
 
-def start_rank() -> torch.device:
-    """Join the group that torchrun describes, or a group of one; return this rank's device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    if "RANK" in os.environ:
-        dist.init_process_group()  # NCCL where there are GPUs, else gloo
-    else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    return device
-
-
-def watched_batches(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, expected: dict
-) -> Iterator[torch.Tensor]:
-    """STEPS batches; store in ``expected`` what each checkpoint must hold, by step."""
-    for step in range(STEPS):
-        torch.manual_seed(1000 * step + dist.get_rank())
-        yield torch.randn(64, WIDTH, device=device)
-        if (step + 1) % SAVE_EVERY == 0:
-            of_model, of_optimizer = get_state_dict(model, optimizer)
-            expected[step + 1] = copy.deepcopy({"model": of_model, "optimizer": of_optimizer})
-
-
-def same_bits(a: object, b: object) -> bool:
-    if isinstance(a, DTensor):
-        return same_bits(a.to_local(), b.to_local())
-    if isinstance(a, torch.Tensor):  # as bytes: 0.0 and -0.0 are equal numbers
-        return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-    return a == b
-
-
-def assert_right(directory: Path, expected: dict) -> None:
-    """Raise AssertionError unless the checkpoint holds every bit of ``expected``."""
-    loaded = copy.deepcopy(expected)
-    for leaf in leaves(loaded).values():
-        if isinstance(leaf, torch.Tensor):
-            leaf.fill_(7)
-    dcp.load(loaded, checkpoint_id=directory)
-    found = leaves(loaded)
-    differing = [
-        path for path, leaf in leaves(expected).items() if not same_bits(found[path], leaf)
-    ]
-    assert not differing, f"{directory.name}: {differing[:3]} of {len(differing)} differ"
-
-
 def fail_to_save(root: Path) -> None:
     """Where a file is in the way, where ranks differ, where a rank is missing."""
     (root / "step7.incomplete").touch()
     state = {"ones": torch.ones(3)}
-    with AsyncCheckpoints(root) as checkpoints:
+    with AsyncCheckpoints(root, writer=NamedWhenComplete, check=SameOnAllRanks()) as checkpoints:
         checkpoints.save(7, state)
         checkpoints.save(8, state)
         try:
@@ -365,10 +273,10 @@ def fail_to_save(root: Path) -> None:
     assert not (root / "step7").exists(), "a failed save has a name"
     assert_right(root / "step8", state)
     assert not (root / "step9.incomplete").exists(), "a state that cannot be saved was written"
+    writer = NamedWhenComplete(root / "step10")
+    writer.ranks += 1
     try:
-        dcp.save(
-            state, storage_writer=NamedWhenComplete(root / "step10", dist.get_world_size() + 1)
-        )
+        dcp.save(state, storage_writer=writer)
     except CheckpointException as error:
         print("refused:", error.failures[0][0])
     assert not (root / "step10").exists(), "a checkpoint that lacks a rank has a name"
@@ -376,17 +284,11 @@ def fail_to_save(root: Path) -> None:
 
 def main(directory: Path) -> None:
     device = start_rank()
-    of_rank_0 = [directory]
-    dist.broadcast_object_list(of_rank_0)  # a checkpoint is one directory for all ranks
-    root = of_rank_0[0]
-    torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).to(device))
-    optimizer = torch.optim.AdamW(model.parameters())
+    root = directory_of_rank_0(directory)
+    model, optimizer = build(device)
     expected = {}
     train(model, optimizer, watched_batches(model, optimizer, device, expected), root)
-    for step, state in expected.items():
-        assert_right(root / f"step{step}", state)
-    print(f"checkpoints of steps {list(expected)} loaded back, every bit equal")
+    assert_all_right(root, expected)
     fail_to_save(root)
     dist.barrier()
     dist.destroy_process_group()

@@ -9,20 +9,21 @@ Stop training for a copy at the rate of the link, and no longer. A writer with
 buffers. The first save allocates and pins them; each later one only copies.
 
 **Scope.** As in :doc:`async_save`: a state dict of plain tensors, DTensors, numbers and text, what is
-no DTensor being the same on all ranks. It keeps its keys, shapes and dtypes from save to save, so the
-first save comes behind the first step. Everything else raises at the save.
+no DTensor being the same on all ranks. If its keys, shapes or dtypes change, new buffers are pinned, so
+the first save comes after the first step.
 
 **When not to bother:** you have no accelerator (nothing is pinned then), you save rarely (the
 memory is held all the time), or page-locked memory is short: it cannot be swapped. If a copy at the
-rate of the link still stops training for too long, :doc:`saves_beside_training` runs it beside the
-next step.
+rate of the link still stops training for too long, :doc:`default_stager` runs it during the next step.
 
-This is the loop; ``checkpoints`` is a ``PinnedCheckpoints(root)``, used as a context manager:
+This is the loop:
 
 .. literalinclude:: pinned_staging.py
-   :pyobject: train_and_save
+   :pyobject: train
 
-The file needs torch alone. Copy it, and take its first half: down to ``PinnedCheckpoints``.
+Copy ``PinnedStager``, the first block of code below. It needs torch alone. It is a stager of
+``dcp.async_save``, and leaves to ``AsyncCheckpoints`` of :doc:`async_save` that one save is in flight at a
+time and that the last one is awaited.
 
 .. grid:: 1 1 2 2
 
@@ -30,7 +31,7 @@ The file needs torch alone. Copy it, and take its first half: down to ``PinnedCh
 
       * why the first save is slow and the others are not
       * what stays allocated between saves, and how to free it
-      * what a state with other keys does to the cache, and what to do then
+      * what a state with other keys does to the cache
 
    .. grid-item-card:: What you need
 
@@ -53,250 +54,82 @@ is slow: the system must touch and lock every page. So pin once, and keep the me
 """
 
 # %%
-# Imports
-# -------
-
-import argparse
-import copy
-import ctypes
-import hashlib
-import logging
-import operator
-import os
-import tempfile
-import weakref
-from concurrent.futures import Future
-from datetime import timedelta
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-
-LOG = logging.getLogger(__name__)
-PATIENCE = timedelta(minutes=10)  # how long a rank that has written waits for the slowest one
-REFUSED = "cannot be saved"
-
-# %%
-# What every asynchronous save needs
-# ----------------------------------
-# A name for complete checkpoints alone, and a comparison of what DCP keeps one rank's copy of.
-# :doc:`async_save` explains these four definitions.
-
-
-class NamedWhenComplete(FileSystemWriter):
-    """Write a checkpoint of ``ranks`` ranks; give it its name only when all have written it."""
-
-    def __init__(self, directory: Path, ranks: int, **options) -> None:
-        super().__init__(f"{directory}.incomplete", **options)
-        self.ranks = ranks
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, before any rank writes."""
-        if len(plans) != self.ranks:
-            raise RuntimeError(f"{len(plans)} of {self.ranks} ranks write {self.path.name}")
-        return super().prepare_global_plan(plans)
-
-    def finish(self, metadata: Metadata, results: list) -> None:
-        """On rank 0, when all have written."""
-        super().finish(metadata, results)
-        self.path.rename(self.path.with_suffix(""))  # fails if there is a checkpoint of that name
-
-
-def leaves(tree: object, path: str = "") -> dict[str, object]:
-    """The leaves of nested dicts and lists by path."""
-    if isinstance(tree, dict):
-        children = tree.items()
-    elif isinstance(tree, list | tuple):
-        children = enumerate(tree)
-    else:
-        return {path: tree}
-    found = {}
-    for key, child in children:
-        found |= leaves(child, f"{path}/{key}")
-    return found
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    """SHA-256 of its bytes in row-major order; waits for the device."""
-    data = tensor.reshape(-1).view(torch.uint8).cpu()
-    memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
-    return hashlib.sha256(memory).hexdigest()
-
-
-def fact_of(leaf: object, with_digest: bool) -> str:
-    """What must be the same on all ranks; begins with REFUSED if DCP would not save it as it is."""
-    if isinstance(leaf, int | float | str | None):
-        return repr(leaf)
-    if not isinstance(leaf, torch.Tensor):
-        return f"{REFUSED}: a {type(leaf).__name__}"
-    is_sharded = isinstance(leaf, DTensor)
-    local = leaf.to_local() if is_sharded else leaf.detach()
-    if type(local) is not torch.Tensor or local.layout != torch.strided:
-        return f"{REFUSED}: a {type(local).__name__}, {local.layout}"
-    if is_sharded and leaf.dim() == 0:
-        return f"{REFUSED}: a DTensor without dimensions, which torch's stagers do not copy"
-    fact = f"{leaf.dtype}, {tuple(leaf.shape)}"
-    if with_digest and not is_sharded:
-        fact += f", SHA-256 {digest_of(local)}"
-    return fact
-
-
-# %%
-# One writer for all saves
-# ------------------------
-# The cache belongs to the writer (``state_dict_cache``), so the writer must outlive the save. A
-# new writer per save would start without buffers each time. ``reset`` points the writer to the
-# next directory.
+# The block to copy
+# -----------------
+# torch's ``BlockingAsyncStager`` keeps its buffers between saves. ``FileSystemWriter(
+# cache_staged_state_dict=True)`` is the same stager in a writer that must then outlive the save.
 #
 # * **One save at a time.** There is one set of buffers, and the upload reads from it. A second save
 #   would overwrite the values of the first one while they are being written.
 # * **A changed state** does not fit the buffers. Examples are a frozen or added layer, and a first
 #   save before the optimizer has any state. For other keys, torch raises ``CompanionMismatch``,
 #   which names neither the key nor a way out. For another dtype it raises nothing: float32 values
-#   are rounded into a bfloat16 buffer. So ``save`` compares layouts before anything is copied.
-# * **Without an accelerator**, torch refuses to make the cache, because there is nothing to pin it
-#   for (``Cannot access accelerator device when none is available``, torch 2.13). Setting
+#   are rounded into a bfloat16 buffer. So ``stage`` compares layouts before anything is copied, and
+#   makes new buffers.
+# * **Without an accelerator**, torch refuses to make the buffers, because there is nothing to pin
+#   them for (``Cannot access accelerator device when none is available``, torch 2.13). Setting
 #   ``state_dict_cache`` beforehand gives the same buffers and the same reuse.
 
+import copy
+import logging
 
-def layout_of(state: dict) -> dict[str, str]:
-    """By path, what a buffer for this rank's part of each tensor must be."""
+import torch
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.tensor import DTensor
+
+LOG = logging.getLogger(__name__)
+
+
+def layout_of(tree: object, path: str = "") -> dict[str, str]:
+    """By path, what a buffer for this rank's part of each tensor must be; "" for other leaves."""
+    if isinstance(tree, torch.Tensor):
+        local = tree.to_local() if isinstance(tree, DTensor) else tree
+        return {path: f"{local.dtype}, {tuple(local.shape)}"}
+    if isinstance(tree, dict):
+        children = tree.items()
+    elif isinstance(tree, list | tuple):
+        children = enumerate(tree)
+    else:
+        return {path: ""}
     layout = {}
-    for path, leaf in leaves(state).items():
-        local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-        layout[path] = ""
-        if isinstance(local, torch.Tensor):
-            layout[path] = f"{local.dtype}, {tuple(local.shape)}"
+    for key, child in children:
+        layout |= layout_of(child, f"{path}/{key}")
     return layout
 
 
-class PinnedCheckpoints:
-    """Save state dicts asynchronously through one set of pinned buffers, to ``root/step<N>``.
+class PinnedStager(BlockingAsyncStager):
+    """Copy every state dict into the same page-locked buffers, while the caller waits.
 
-    All ranks construct it, call ``save`` at the same steps and leave its ``with`` block.
+    Pass it as ``async_stager`` of ``dcp.async_save``. One save at a time, and wait for the last
+    one: ``AsyncCheckpoints`` of ``async_save.py`` does both.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.writer = NamedWhenComplete(root, self.group.size(), cache_staged_state_dict=True)
+    def __init__(self) -> None:
+        super().__init__(cache_staged_state_dict=True)
         self.layout: dict[str, str] = {}  # of the buffers; empty: there are none
-        self.upload: Future | None = None
-        self.uploading = ""  # which checkpoint
-        self.has_compared = False
-        self.has_failed_alone = False
 
-    def save(self, step: int, state: dict) -> None:
-        """Stage ``state`` into the buffers of the first save and write it on another thread.
-
-        Waits for the save before it. If that one failed, logs its error.
-
-        Args:
-            step: how many steps have been taken. The checkpoint is named after it.
-            state: what ``get_state_dict`` gives now, on this thread; of a ``Stateful`` object, what
-                its ``state_dict()`` gives.
-
-        Raises:
-            TypeError: ``step`` is no whole number.
-            ValueError: on every rank; the state cannot be saved, or ranks differ where they may
-                not; or it has another layout than the buffers.
-            RuntimeError: an earlier save could not be staged on this rank. End the job.
-        """
-        if self.has_failed_alone:
-            raise RuntimeError("an earlier save failed on this rank alone: end the job")
-        name = f"step{operator.index(step)}"
-        self.end_last()
-        self.compare(step, state)
-        layout = layout_of(state)
+    def stage(self, state_dict: dict) -> dict:
+        """The buffers, filled; valid until the next call."""
+        layout = layout_of(state_dict)
         if self.layout and layout != self.layout:
             changed = sorted(dict(layout.items() ^ self.layout.items()))
-            raise ValueError(f"{changed[:2]} changed since buffers were made: call release() first")
+            LOG.warning("new buffers are pinned: %s changed since the last save", changed[:2])
+            self.release()
         if not torch.accelerator.is_available() and not self.layout:
-            self.writer.state_dict_cache = copy.deepcopy(state)
+            self.state_dict_cache = copy.deepcopy(state_dict)
         self.layout = layout
-        self.uploading = name
-        self.writer.reset(self.root / f"{self.uploading}.incomplete")
-        try:
-            self.upload = dcp.async_save(
-                state, storage_writer=self.writer, process_group=self.group
-            )
-        except BaseException:
-            self.has_failed_alone = True  # the others are in that save, and wait for this rank
-            raise
+        return super().stage(state_dict)
 
     def release(self) -> None:
-        """Free the buffers; the next save allocates and pins new ones. All ranks call it."""
-        self.end_last()
-        self.writer.state_dict_cache = None
+        """Free the buffers, after the upload has ended; the next save pins new ones."""
+        self.state_dict_cache = None
         self.layout = {}
-
-    def compare(self, step: int, state: dict) -> None:
-        """Raise on every rank unless all save this step, and agree where DCP keeps one copy."""
-        mine = {"step": repr(step)}
-        for path, leaf in leaves(state).items():
-            mine[path] = fact_of(leaf, with_digest=not self.has_compared)
-        of_ranks = [mine] * self.group.size()
-        dist.all_gather_object(of_ranks, mine, group=self.group)
-        problems = []
-        for rank, theirs in enumerate(of_ranks):
-            for path in sorted(of_ranks[0].keys() | theirs.keys()):
-                fact = theirs.get(path, "not there")
-                if fact != of_ranks[0].get(path) or fact.startswith(REFUSED):
-                    problems.append(f"rank {rank}, {path}: {fact}")
-        if problems:
-            raise ValueError(f"not saved, {len(problems)} problems: {problems[:3]}")
-        self.has_compared = True
-
-    def wait(self) -> None:
-        """Return when the save in flight is on disk.
-
-        Raises:
-            RuntimeError: it failed, on this rank or another; other checkpoints are complete.
-        """
-        if self.upload is None:
-            return
-        error = self.upload.exception()  # waits; if interrupted, the save is still in flight
-        self.upload = None
-        if error is not None:
-            failures = getattr(error, "failures", {})  # of a CheckpointException, by rank
-            causes = {rank: cause for rank, (cause, _) in failures.items()}
-            raise RuntimeError(f"{self.uploading} is not saved: {causes or error!r}") from error
-
-    def end_last(self) -> None:
-        """Wait for the save in flight, and log its error: training goes on without it."""
-        try:
-            self.wait()
-        except RuntimeError as error:
-            LOG.error("%s", error)
-
-    def close(self) -> None:
-        """Wait as :meth:`wait` does, and destroy the process group."""
-        try:
-            self.wait()
-        finally:
-            dist.destroy_process_group(self.group)
-
-    def __enter__(self) -> "PinnedCheckpoints":
-        return self
-
-    def __exit__(self, kind: type | None, *_) -> None:
-        if kind is not None:
-            self.end_last()  # a second error must not hide the one that leaves the block
-        self.close()
 
 
 # %%
 # What stays allocated
 # --------------------
-# Between saves the writer holds, on every rank,
+# Between saves the stager holds, on every rank,
 #
 # .. math::
 #
@@ -308,127 +141,105 @@ class PinnedCheckpoints:
 # accelerator that is up to twice the bytes of the shards; without one it is exactly their bytes.
 # ``release()`` returns the blocks to PyTorch's pool of pinned memory, where the next pinned tensor
 # of that size finds them.
+#
+# Run it, and prove it
+# --------------------
+# The proof asserts three things. Every save went through the same buffers, pinned ones if there is
+# an accelerator. Every checkpoint still gives back the bits of its step. A state of another layout
+# gets new buffers, and ``release`` leaves none alive. Toys and comparisons of bits are in
+# ``_checks.py``.
+
+import argparse
+import tempfile
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+from _checks import (
+    SAVE_EVERY,
+    NamedWhenComplete,
+    SameOnAllRanks,
+    assert_all_right,
+    assert_right,
+    build,
+    directory_of_rank_0,
+    leaves,
+    start_rank,
+    watched_batches,
+)
+from async_save import AsyncCheckpoints
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[torch.Tensor],
+    root: Path,
+    stager: PinnedStager,
+) -> None:
+    with AsyncCheckpoints(root, stager, NamedWhenComplete, SameOnAllRanks()) as checkpoints:
+        for step, batch in enumerate(batches, start=1):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % SAVE_EVERY == 0:
+                of_model, of_optimizer = get_state_dict(model, optimizer)
+                checkpoints.save(step, {"model": of_model, "optimizer": of_optimizer})
 
 
 @torch.no_grad()  # so that to_local() gives the buffer itself, not a view of it
-def buffers(checkpoints: PinnedCheckpoints) -> list[torch.Tensor]:
-    """The tensors that the writer keeps between saves, scalars left out."""
+def buffers(stager: PinnedStager) -> list[torch.Tensor]:
+    """The tensors that the stager keeps between saves, scalars left out."""
     held = []
-    for leaf in leaves(checkpoints.writer.state_dict_cache or {}).values():
+    for leaf in leaves(stager.state_dict_cache or {}).values():
         local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
         if isinstance(local, torch.Tensor) and local.dim() > 0:
             held.append(local)
     return held
 
 
-# %%
-# Run it, and prove it
-# --------------------
-# The proof asserts three things. Every save went through the same buffers, pinned ones if there is
-# an accelerator. Every checkpoint still gives back the bits of its step. ``release`` leaves no
-# buffer alive, and a state of another layout is refused until it was called.
+class Watched(PinnedStager):
+    """Record where the buffers of each save lie."""
 
-WIDTH = 512  # features
-STEPS = 3
-
-
-def train_and_save(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    checkpoints: PinnedCheckpoints,
-    device: torch.device,
-) -> None:
-    for step in range(1, STEPS + 1):
-        torch.manual_seed(1000 * step + dist.get_rank())
-        model(torch.randn(64, WIDTH, device=device)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        of_model, of_optimizer = get_state_dict(model, optimizer)
-        checkpoints.save(step, {"model": of_model, "optimizer": of_optimizer})
-
-
-class Watched(PinnedCheckpoints):
-    """Record what each checkpoint must hold, and where the buffers of each save lie."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.expected: dict[int, dict] = {}
+    def __init__(self) -> None:
+        super().__init__()
         self.addresses: set[tuple] = set()
 
-    def save(self, step: int, state: dict) -> None:
-        self.expected[step] = copy.deepcopy(state)
-        super().save(step, state)
-        self.addresses.add(tuple(t.data_ptr() for t in buffers(self)))
+    def stage(self, state_dict: dict) -> dict:
+        staged = super().stage(state_dict)
+        self.addresses.add(tuple(buffer.data_ptr() for buffer in buffers(self)))
+        return staged
 
 
-def start_rank() -> torch.device:
-    """Join the group that torchrun describes, or a group of one; return this rank's device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    if "RANK" in os.environ:
-        dist.init_process_group()  # NCCL where there are GPUs, else gloo
-    else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    return device
-
-
-def same_bits(a: object, b: object) -> bool:
-    if isinstance(a, DTensor):
-        return same_bits(a.to_local(), b.to_local())
-    if isinstance(a, torch.Tensor):  # as bytes: 0.0 and -0.0 are equal numbers
-        return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-    return a == b
-
-
-def assert_right(directory: Path, expected: dict) -> None:
-    """Raise AssertionError unless the checkpoint holds every bit of ``expected``."""
-    loaded = copy.deepcopy(expected)
-    for leaf in leaves(loaded).values():
-        if isinstance(leaf, torch.Tensor):
-            leaf.fill_(7)
-    dcp.load(loaded, checkpoint_id=directory)
-    found = leaves(loaded)
-    differing = [
-        path for path, leaf in leaves(expected).items() if not same_bits(found[path], leaf)
-    ]
-    assert not differing, f"{directory.name}: {differing[:3]} of {len(differing)} differ"
-
-
-def prove_release(checkpoints: PinnedCheckpoints, device: torch.device) -> None:
-    alive = [weakref.ref(tensor) for tensor in buffers(checkpoints)]
+def prove_new_layout(stager: PinnedStager, root: Path, device: torch.device) -> None:
+    """Another state is saved through buffers of its own; the old ones are freed."""
+    alive = [weakref.ref(buffer) for buffer in buffers(stager)]
     other = {"weight": torch.ones(4, device=device)}
-    try:
-        checkpoints.save(STEPS + 1, other)
-    except ValueError as error:
-        print(f"refused: {error}")
-    else:
-        raise AssertionError("a state with other keys was saved through the old buffers")
-    checkpoints.release()
+    with AsyncCheckpoints(root, stager, NamedWhenComplete, SameOnAllRanks()) as checkpoints:
+        checkpoints.save(7, other)
+    assert not any(ref() is not None for ref in alive), "buffers of the old layout are left"
+    assert_right(root / "step7", other)
+    alive = [weakref.ref(buffer) for buffer in buffers(stager)]
+    stager.release()
     assert not any(ref() is not None for ref in alive), "release() left buffers allocated"
-    checkpoints.save(STEPS + 1, other)
 
 
 def main(directory: Path) -> None:
     device = start_rank()
-    of_rank_0 = [directory]
-    dist.broadcast_object_list(of_rank_0)  # a checkpoint is one directory for all ranks
-    root = of_rank_0[0]
-    torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).to(device))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with Watched(root) as checkpoints:
-        train_and_save(model, optimizer, checkpoints, device)
-        checkpoints.wait()
-        for step, state in checkpoints.expected.items():
-            assert_right(root / f"step{step}", state)
-        print(f"checkpoints of steps {list(checkpoints.expected)}: every bit equal")
-        assert len(checkpoints.addresses) == 1, "a save made buffers of its own"
-        pageable = [tensor for tensor in buffers(checkpoints) if not tensor.is_pinned()]
-        assert device.type == "cpu" or not pageable, "pageable buffers"
-        del pageable
-        prove_release(checkpoints, device)
+    root = directory_of_rank_0(directory)
+    model, optimizer = build(device)
+    stager = Watched()
+    expected = {}
+    train(model, optimizer, watched_batches(model, optimizer, device, expected), root, stager)
+    assert_all_right(root, expected)
+    assert len(stager.addresses) == 1, "a save made buffers of its own"
+    pageable = [buffer for buffer in buffers(stager) if not buffer.is_pinned()]
+    assert device.type == "cpu" or not pageable, "pageable buffers"
+    del pageable
+    prove_new_layout(stager, root, device)
     dist.barrier()
     dist.destroy_process_group()
 
