@@ -26,8 +26,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from benchmarks import measuring
 from benchmarks.checkpoint_stall import (
+    OURS,
     PARAMETERS,
-    RECIPES,
     Case,
     Training,
     size_of,
@@ -122,7 +122,9 @@ def measure(training: Training, results: Results, fixed: dict, name: str, rounds
     try:
         with noted(way, notes):
             first = training.saving(directory)
-            measuring.tell(f"{name}: first call {first.save.returned_at - first.save.called_at:.2f} s")
+            measuring.tell(
+                f"{name}: first call {first.save.returned_at - first.save.called_at:.2f} s"
+            )
             for case in CASES:
                 training.prepare(case)
                 training.saving(directory)
@@ -143,7 +145,6 @@ def measure(training: Training, results: Results, fixed: dict, name: str, rounds
                         sample[part] = parts[number].get(part, 0.0)
                     samples.append(sample)
                 tokens = training.size.tokens[case.step] * dist.get_world_size()
-                first_call_s = first.save.returned_at - first.save.called_at
                 row = {"name": name, **vars(case), "tokens": tokens, "note": way.note, **fixed}
                 row["first_call_s"] = first_call_s
                 results.add(row | medians(samples, ["staging_cost_s"]))
@@ -170,7 +171,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     link = measuring.link_rates(device, size.link_bytes)
     workload = {"precision": "float32 weights and Adam state, bfloat16 compute"}
     head = measuring.header("staging_overlap", device, workload, link)
-    results = Results(arguments.out, head, RECIPES, PARAMETERS)
+    results = Results(arguments.out, head, OURS, PARAMETERS)
     fixed: dict[str, object] = {"tensors": len(by_address)}
     if link:
         fixed["bound_s"] = sum(by_address.values()) / link["pinned_d2h_bytes_per_s"]

@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 PROSE = 1260  # words of a page
+COPIED = "# The block to copy\n"  # heading of a first cell
 ROOMS = {
     "the library": "overlap_recipes/**/*.py",
     "recipes": "recipes_source/**/*.py",
@@ -23,9 +24,9 @@ ROOMS = {
 }
 
 
-def statements(path: Path) -> int:
-    """The statements of a file; a docstring is none."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def statements(source: str) -> int:
+    """The statements of a file or of a block; a docstring is none."""
+    tree = ast.parse(source)
     found = 0
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt):
@@ -34,6 +35,16 @@ def statements(path: Path) -> int:
         if documented and ast.get_docstring(node, clean=False) is not None:
             found -= 1
     return found
+
+
+def statements_of(file: Path) -> int:
+    return statements(file.read_text(encoding="utf-8"))
+
+
+def block_of(recipe: Path) -> str:
+    """The code of a recipe's first cell: what a reader copies, where the page says so."""
+    source = recipe.read_text(encoding="utf-8")
+    return source.split("# %%\n")[1]
 
 
 def words_of_prose(path: Path) -> int:
@@ -58,15 +69,20 @@ def words_of_prose(path: Path) -> int:
 def main() -> int:
     for name, pattern in ROOMS.items():
         files = sorted(ROOT.glob(pattern))
-        print(f"{sum(map(statements, files)):6} statements in {len(files):3} files  {name}")
+        print(f"{sum(map(statements_of, files)):6} statements in {len(files):3} files  {name}")
     status = 0
     for file in sorted(ROOT.glob("recipes_source/*/[!_]*.py")):
         words = words_of_prose(file)
         verdict = ""
         if words > PROSE:
             verdict, status = "  OVER IT", 1
+        block = ""
+        if COPIED in file.read_text(encoding="utf-8"):
+            block = f"{statements(block_of(file))} to copy, "
         name = f"{file.parent.name}/{file.stem}"
-        print(f"{statements(file):6} statements, {words:5} of {PROSE} words  {name}{verdict}")
+        print(
+            f"{statements_of(file):6} statements, {block:>12}{words:5} of {PROSE} words  {name}{verdict}"
+        )
     return status
 
 

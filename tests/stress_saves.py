@@ -143,8 +143,8 @@ class Way:
             self.saves = overlapped(name, job)
             self.before_change: Callable[[], None] = self.saves.before_update
         else:
-            self.saves = recipe_class(name, root, job)
-            self.before_change = getattr(self.saves, "wait_staged", lambda: None)
+            self.saves = of_recipe(name, root, job)
+            self.before_change = getattr(self.saves.stager, "before_update", lambda: None)
         self.name = name
 
     def save(self) -> Path:
@@ -156,18 +156,20 @@ class Way:
         return directory
 
 
-def recipe_class(name: str, root: Path, job: Job) -> object:
-    if name == "async_save":
-        from async_save import AsyncCheckpoints
+def of_recipe(name: str, root: Path, job: Job) -> object:
+    from _checks import NamedWhenComplete, SameOnAllRanks
+    from async_save import AsyncCheckpoints
 
-        return AsyncCheckpoints(root)
+    stager = None
     if name == "pinned_staging":
-        from pinned_staging import PinnedCheckpoints
+        from pinned_staging import PinnedStager
 
-        return PinnedCheckpoints(root)
-    from default_stager import StagedCheckpoints
+        stager = PinnedStager()
+    elif name == "default_stager":
+        from default_stager import OverlappedStager
 
-    return StagedCheckpoints(root, job.device, job.model.buffers)
+        stager = OverlappedStager(job.device, job.model.buffers)
+    return AsyncCheckpoints(root, stager, NamedWhenComplete, SameOnAllRanks())
 
 
 def overlapped(name: str, job: Job) -> object:
@@ -248,6 +250,8 @@ def stress(name: str, asked: argparse.Namespace, root: Path, device: torch.devic
                 memory.append(resident_bytes())
         way.saves.wait()
         check(keep=0)
+        if name == "default_stager":
+            way.saves.stager.close()
     early, late = min(memory[: len(memory) // 2]), min(memory[len(memory) // 2 :])
     assert late - early < GROWTH, f"host memory grew by {(late - early) / 1e6:.0f} MB: {memory}"
     done = ", ".join(f"{count} {what}" for what, count in counts.items())

@@ -28,7 +28,6 @@ MOST_RANKS = 3
 HELD = "hold_write"
 OF_PAGES = {"test_plain_python_runs_one_rank"}  # what a reader does; a proof has no reader
 NOT_COMPARED = {  # of what these save, the harness does not compare all: they prove it themselves
-    "default_stager": r"step\d: step, a NumberAfter, does not compare by its pickle",
     "export": r"\w+: written by SafetensorsWriter, not loaded back",
 }
 LEDGER = REPO / "tests" / "controls" / "ledger" / "names.toml"

@@ -21,8 +21,8 @@ This is a run of the pipeline:
 .. literalinclude:: three_streams.py
    :pyobject: multiply
 
-The file needs torch alone. Copy ``Slot`` and ``Pipeline``, and put your computation in place of
-``torch.mm``.
+Copy the first block of code below: ``Slot`` and ``Pipeline``. It needs torch alone. Put your computation
+in place of ``torch.mm``.
 
 .. grid:: 1 1 2 2
 
@@ -65,42 +65,8 @@ A device that is held runs no next kernel.
 """
 
 # %%
-# Imports and sizes
+# The block to copy
 # -----------------
-# On the CPU the chunks are tiny. On a device, a copy must take much longer than its launch.
-
-import os
-
-import torch
-
-CHUNKS = 8
-SLOTS = 2  # chunks on the device at a time: one is computed with, one comes in
-SIDE = 2048  # rows and columns of a chunk of float32, 16 MiB
-SIDE_ON_CPU = 64
-
-# %%
-# The way everybody begins
-# ------------------------
-# One stream, and copies that are written as part of the computation. The result of a non-blocking
-# copy to the host is there when the *device* has come that far. Python does not know: reading
-# ``result`` right after this function returns garbage, without an error.
-
-
-def one_stream(
-    sources: list[torch.Tensor],
-    results: list[torch.Tensor],
-    weight: torch.Tensor,
-    non_blocking: bool = False,
-) -> None:
-    """Write ``source @ weight`` to each result; sources and results are on the host."""
-    for source, result in zip(sources, results, strict=True):
-        chunk = source.to(weight.device, non_blocking=non_blocking)
-        result.copy_(chunk @ weight, non_blocking=non_blocking)
-
-
-# %%
-# A slot and its three events
-# ---------------------------
 # A slot is device memory for one chunk: as it comes in, and as it goes out. Slots are used in turn,
 # so device memory does not grow with the number of chunks. Three events, one for each hand-over:
 #
@@ -114,6 +80,21 @@ def one_stream(
 # The caching allocator orders memory by the stream that is current when a tensor is *allocated*:
 # what it hands out may still be in use by earlier work of that stream, and only of that stream.
 # Therefore each half of a slot is allocated on the stream that will write it.
+#
+# Nothing in the loop waits: the host queues every chunk and goes on. ``a.wait_event(e)`` makes the
+# *stream* ``a`` wait, on the device. Read the loop as three programs that run at the same time, one
+# a stream, held by events alone.
+#
+# Slots are never freed, so they need no ``record_stream``. With it, memory comes back when the
+# allocator next asks, and a host that runs ahead allocates all its chunks before that.
+#
+# Two things would break the promise without an error, so they are refused. Streams and events belong
+# to the device that is **current** when they are made: work on another device would be ordered by
+# none of them. And a copy of memory that is pageable, or not contiguous, holds the host.
+
+import torch
+
+SLOTS = 2  # chunks on the device at a time: one is computed with, one comes in
 
 
 class Slot:
@@ -126,35 +107,6 @@ class Slot:
         self.ready = streams.Event()
         self.done = streams.Event()
         self.free = streams.Event()
-
-
-# %%
-# The pipeline
-# ------------
-# Nothing in the loop waits: the host queues every chunk and goes on. ``a.wait_event(e)`` makes the
-# *stream* ``a`` wait, on the device. Read the loop as three programs that run at the same time, one
-# a stream, held by events alone.
-#
-# Slots are never freed, so they need no ``record_stream``. With it, memory comes back when the
-# allocator next asks, and a host that runs ahead allocates all its chunks before that.
-#
-# Two things would break the promise without an error, so they are refused. Streams and events belong
-# to the device that is **current** when they are made: work on another device would be ordered by
-# none of them. And a copy of memory that is pageable, or not contiguous, holds the host.
-
-
-def problem_of(host: torch.Tensor, weight: torch.Tensor) -> str:
-    """Why a source or a result cannot be copied asynchronously; empty if it can."""
-    if host.device.type != "cpu":
-        return f"it is on {host.device}, not on the host"
-    if weight.is_cuda and not host.is_pinned():
-        return "a pageable copy holds the host: allocate with pin_memory=True"
-    if host.shape != weight.shape or host.dtype != weight.dtype:
-        wanted = f"{tuple(weight.shape)} of {weight.dtype}"
-        return f"slots hold {wanted}, not {tuple(host.shape)} of {host.dtype}"
-    if not host.is_contiguous():
-        return "it is not contiguous"
-    return ""
 
 
 class Pipeline:
@@ -212,11 +164,49 @@ class Pipeline:
         return finished
 
 
+def problem_of(host: torch.Tensor, weight: torch.Tensor) -> str:
+    """Why a source or a result cannot be copied asynchronously; empty if it can."""
+    if host.device.type != "cpu":
+        return f"it is on {host.device}, not on the host"
+    if weight.is_cuda and not host.is_pinned():
+        return "a pageable copy holds the host: allocate with pin_memory=True"
+    if host.shape != weight.shape or host.dtype != weight.dtype:
+        wanted = f"{tuple(weight.shape)} of {weight.dtype}"
+        return f"slots hold {wanted}, not {tuple(host.shape)} of {host.dtype}"
+    if not host.is_contiguous():
+        return "it is not contiguous"
+    return ""
+
+
 # %%
-# Run it, and prove it
-# --------------------
+# The way everybody begins, and the proof
+# ---------------------------------------
+# One stream, and copies that are written as part of the computation. The result of a non-blocking
+# copy to the host is there when the *device* has come that far. Python does not know: reading
+# ``result`` right after this function returns garbage, without an error.
+#
 # The results must be those of one stream, bit by bit, three times. On a GPU, events with a clock
 # time both ways, both from pinned memory: only the number of streams differs.
+#
+# On the CPU the chunks are tiny. On a device, a copy must take much longer than its launch.
+
+import os
+
+CHUNKS = 8
+SIDE = 2048  # rows and columns of a chunk of float32, 16 MiB
+SIDE_ON_CPU = 64
+
+
+def one_stream(
+    sources: list[torch.Tensor],
+    results: list[torch.Tensor],
+    weight: torch.Tensor,
+    non_blocking: bool = False,
+) -> None:
+    """Write ``source @ weight`` to each result; sources and results are on the host."""
+    for source, result in zip(sources, results, strict=True):
+        chunk = source.to(weight.device, non_blocking=non_blocking)
+        result.copy_(chunk @ weight, non_blocking=non_blocking)
 
 
 def multiply(

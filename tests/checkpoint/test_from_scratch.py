@@ -1,12 +1,14 @@
 """The files from scratch: copied by themselves, alike where they say the same, loud outside."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from sizes import block_of, statements
 from troubles import survives
 
 from rankproof.run import run
@@ -16,18 +18,27 @@ FILES = [
     ROOT / "recipes_source" / "checkpoint" / f"{name}.py"
     for name in ("state_to_save", "async_save", "pinned_staging", "default_stager")
 ]
+BLOCKS = [
+    ROOT / "recipes_source" / name
+    for name in (
+        "checkpoint/async_save.py",
+        "checkpoint/pinned_staging.py",
+        "checkpoint/default_stager.py",
+        "offload/three_streams.py",
+    )
+]
 OFFLOAD = [
     ROOT / "recipes_source" / "offload" / f"{name}.py"
     for name in ("three_streams", "weight_streaming", "activation_offload")
 ]
 TUTORIAL = ROOT / "tests" / "upstream" / "tutorial" / "distributed_async_checkpoint_recipe.py"
-OWN = {"train", "main"}  # each file has its own
-METHODS = {"compare", "wait", "end_last"}
+SHARED = {"_checks", "async_save"}  # files next to a recipe that it imports; they need torch alone
+MOST_STATEMENTS = 60  # of what a reader copies
 
 
-def imports_of(file: Path) -> set[str]:
+def imports_of(source: str) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -37,26 +48,29 @@ def imports_of(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("file", [*FILES, *OFFLOAD, TUTORIAL], ids=lambda file: file.stem)
 def test_a_file_from_scratch_needs_torch_alone(file: Path) -> None:
-    assert imports_of(file) - sys.stdlib_module_names == {"torch"}
+    names = imports_of(file.read_text(encoding="utf-8"))
+    for name in names & SHARED:
+        names |= imports_of(file.with_name(f"{name}.py").read_text(encoding="utf-8"))
+    assert names - SHARED - sys.stdlib_module_names == {"torch"}
 
 
-def test_what_files_from_scratch_share_is_the_same_in_each() -> None:
-    """So that a cure in one reaches all; methods are compared as functions are."""
-    seen: dict[str, str] = {}
-    shared = set()
-    for file in FILES:
-        source = file.read_text(encoding="utf-8")
-        for node in ast.parse(source).body:
-            parts = [node]
-            if isinstance(node, ast.ClassDef) and node.name.endswith("Checkpoints"):
-                parts = [part for part in node.body if getattr(part, "name", "") in METHODS]
-            for part in parts:
-                if not isinstance(part, ast.FunctionDef | ast.ClassDef) or part.name in OWN:
-                    continue
-                text = ast.unparse(part)
-                assert seen.setdefault(part.name, text) == text, f"{part.name} of {file.stem}"
-                shared.add(part.name)
-    assert {"NamedWhenComplete", "fact_of", "leaves", "compare", "same_bits"} <= shared
+@pytest.mark.parametrize("file", BLOCKS, ids=lambda file: file.stem)
+def test_what_a_reader_copies_is_one_short_block_that_stands_alone(
+    file: Path, tmp_path: Path
+) -> None:
+    """It runs in an empty folder, where torch is, and no file of ours."""
+    block = block_of(file)
+    assert imports_of(block) - sys.stdlib_module_names == {"torch"}
+    assert statements(block) <= MOST_STATEMENTS
+    (tmp_path / "block.py").write_text(block, encoding="utf-8")
+    command = [sys.executable, "-P", "block.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=alone(), capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def alone() -> dict[str, str]:
+    """The environment without what would let Python find our files."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
 
+import _checks  # noqa: E402
 import async_save  # noqa: E402
 import default_stager  # noqa: E402
 import pinned_staging  # noqa: E402
@@ -45,10 +46,17 @@ class OfItsShard(torch.optim.SGD):
             self.state[parameter]["moment"] = local.clone() + dist.get_rank()
 
 
-def saving_classes(root: Path, device: torch.device) -> Iterator[async_save.AsyncCheckpoints]:
-    yield async_save.AsyncCheckpoints(root / "async_save")
-    yield pinned_staging.PinnedCheckpoints(root / "pinned_staging")
-    yield default_stager.StagedCheckpoints(root / "default_stager", device, changing=list)
+def saving_ways(root: Path, device: torch.device) -> Iterator[async_save.AsyncCheckpoints]:
+    stagers = {
+        "async_save": None,
+        "pinned_staging": pinned_staging.PinnedStager(),
+        "default_stager": default_stager.OverlappedStager(device, changing=list),
+    }
+    for name, stager in stagers.items():
+        yield async_save.AsyncCheckpoints(
+            root / name, stager, _checks.NamedWhenComplete, _checks.SameOnAllRanks()
+        )
+    stagers["default_stager"].close()
 
 
 def assert_refused(call: Callable[[], object], kind: type, why: str) -> None:
@@ -80,7 +88,7 @@ def state_dicts_that_ranks_do_not_share(root: Path, device: torch.device) -> Non
         "keys": {f"of_rank_{rank}": 1},
     }
     for name, state in states.items():
-        for checkpoints in saving_classes(root / name, device):
+        for checkpoints in saving_ways(root / name, device):
             with closing(checkpoints):
                 assert_refused(lambda c=checkpoints, s=state: c.save(1, s), ValueError, "rank 1")
             assert not list(checkpoints.root.glob("*"))
@@ -97,11 +105,11 @@ def state_dicts_of_other_things(root: Path, device: torch.device) -> None:
         "a Linear": {"model": nn.Linear(2, 2)},
     }
     for why, state in states.items():
-        for checkpoints in saving_classes(root, device):
+        for checkpoints in saving_ways(root, device):
             with closing(checkpoints):
                 name = why.removeprefix("an ")
                 assert_refused(lambda c=checkpoints, s=state: c.save(1, s), ValueError, name)
-    for checkpoints in saving_classes(root, device):
+    for checkpoints in saving_ways(root, device):
         with closing(checkpoints):
             for name in ("step-000001", 1.0, None):
                 wrong = lambda c=checkpoints, n=name: c.save(n, {"one": 1})  # noqa: E731

@@ -17,6 +17,7 @@ from typing import NamedTuple
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
 
+import _checks  # noqa: E402
 import _toys as basic  # noqa: E402
 import async_save  # noqa: E402
 import default_stager  # noqa: E402
@@ -33,17 +34,34 @@ basic.WIDTH, basic.HIDDEN = WIDTH, HIDDEN = 16, 64
 WRITE = FileSystemWriter.write_data
 
 
+STAGERS = ("async_save", "pinned_staging", "default_stager")
+
+
+def saving(name: str, root: Path, device: torch.device) -> async_save.AsyncCheckpoints:
+    """``AsyncCheckpoints`` with the stager of a recipe."""
+    stager = None
+    if name == "pinned_staging":
+        stager = pinned_staging.PinnedStager()
+    elif name == "default_stager":
+        stager = default_stager.OverlappedStager(device, changing=list)
+    return async_save.AsyncCheckpoints(
+        root, stager, _checks.NamedWhenComplete, _checks.SameOnAllRanks()
+    )
+
+
 def ways(root: Path, device: torch.device) -> Iterator[async_save.AsyncCheckpoints]:
-    """Each class that saves, with a directory of its own."""
-    yield async_save.AsyncCheckpoints(root / "async_save")
-    yield pinned_staging.PinnedCheckpoints(root / "pinned_staging")
-    yield default_stager.StagedCheckpoints(root / "default_stager", device, changing=list)
+    """Each way of staging, with a directory of its own."""
+    for name in STAGERS:
+        checkpoints = saving(name, root / name, device)
+        yield checkpoints
+        if name == "default_stager":
+            checkpoints.stager.close()
 
 
 def save(checkpoints: async_save.AsyncCheckpoints, app: basic.AppState) -> None:
-    """Save all of ``app`` behind its last step."""
-    if isinstance(checkpoints, default_stager.StagedCheckpoints):
-        checkpoints.changing = app.model.buffers
+    """Save all of ``app`` after its last step."""
+    if isinstance(checkpoints.stager, default_stager.OverlappedStager):
+        checkpoints.stager.changing = app.model.buffers
     checkpoints.save(app.step, {"app": app.state_dict()})
 
 
@@ -148,15 +166,13 @@ def group_gone(root: Path, device: torch.device) -> None:
             print(f"{type(checkpoints).__name__}: {error!r}")
             basic.assert_same_bits(basic.load_app(named, device), bits)
         assert error is not None, "a save without its group reported success"
-        if hasattr(checkpoints, "stager"):
-            checkpoints.stager.close()
         remove_incomplete(root)
 
 
 def one_rank_raises(root: Path, device: torch.device) -> None:
     """The last rank saves where the others do not, and waits for them in vain."""
     async_save.PATIENCE = timedelta(seconds=3)
-    with async_save.AsyncCheckpoints(root) as checkpoints:
+    with saving("async_save", root, device) as checkpoints:
         app = basic.build_app(device)
         basic.train_step(app, device)
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -311,10 +327,9 @@ def ranks_disagree(root: Path, device: torch.device) -> None:
 
 def one_rank_cannot_stage(root: Path, device: torch.device) -> None:
     """It ends its job: a save that it begins later would meet the one in which the others are."""
-    async_save.PATIENCE = pinned_staging.PATIENCE = timedelta(seconds=3)
+    async_save.PATIENCE = timedelta(seconds=3)
     last = dist.get_rank() == dist.get_world_size() - 1
-    for kind in (async_save.AsyncCheckpoints, pinned_staging.PinnedCheckpoints):
-        checkpoints = kind(root / kind.__name__)
+    for checkpoints in ways(root, device):
         state = {"ones": torch.ones(2, device=device)}
         whole = dcp.async_save
         if last:
@@ -386,7 +401,7 @@ def replicated(root: Path, device: torch.device) -> None:
     assert basic.staged_bytes(app) >= 3 * plain, "a rank stages less than all of it"
     state = {"app": app.state_dict()} if dist.get_rank() == 0 else {}
     group = dist.new_group(backend="gloo")
-    writer = async_save.NamedWhenComplete(root / "once", dist.get_world_size())
+    writer = _checks.NamedWhenComplete(root / "once")
     dcp.async_save(state, storage_writer=writer, process_group=group).result()
     bits = basic.snapshot(app)
     basic.train_step(app, device)
@@ -399,10 +414,10 @@ def replicated(root: Path, device: torch.device) -> None:
 
 def interrupted(root: Path, device: torch.device) -> None:
     """A wait is interrupted during the write; the emergency save comes at once."""
-    for kind in (async_save.AsyncCheckpoints, pinned_staging.PinnedCheckpoints):
+    for name in STAGERS[:2]:
         app, saved, release = basic.build_app(device), {}, threading.Event()
         write_when("step1", release.wait)
-        with closing(kind(root / kind.__name__)) as checkpoints:
+        with closing(saving(name, root / name, device)) as checkpoints:
             basic.train_step(app, device)
             saved[app.step] = basic.snapshot(app)
             save(checkpoints, app)
@@ -414,7 +429,7 @@ def interrupted(root: Path, device: torch.device) -> None:
             save(checkpoints, app)
             beside = not first.done()
             release.set()
-            assert not beside, f"{kind.__name__}: the emergency save ran beside the first one"
+            assert not beside, f"{name}: the emergency save ran beside the first one"
         assert_right(checkpoints.root, device, saved)
 
 
@@ -429,30 +444,30 @@ class PlainState:
 
 
 def other_dtype(root: Path, device: torch.device) -> None:
-    """The buffers are bfloat16, then the state is float32."""
+    """The buffers are bfloat16, then the state is float32: it is not rounded into them."""
     third = torch.full((4,), 1 / 3, device=device)
-    app = PlainState(third.bfloat16())
-    with closing(pinned_staging.PinnedCheckpoints(root)) as checkpoints:
-        save(checkpoints, app)
-        app.step, app.weight = 2, third
-        error = raised(lambda: save(checkpoints, app))
-        assert isinstance(error, ValueError) and "release()" in str(error), repr(error)
-        checkpoints.release()
-        save(checkpoints, app)
-        checkpoints.wait()
+    for checkpoints in ways(root, device):
+        with closing(checkpoints):
+            app = PlainState(third.bfloat16())
+            save(checkpoints, app)
+            app.step, app.weight = 2, third
+            save(checkpoints, app)
         loaded = {"app": {"weight": torch.zeros(4, device=device)}}
-        dcp.load(loaded, checkpoint_id=root / "step2")
+        dcp.load(loaded, checkpoint_id=checkpoints.root / "step2")
         assert torch.equal(loaded["app"]["weight"], third)
 
 
 def other_settings(root: Path, device: torch.device) -> None:
-    """A plain value more, and nothing else."""
-    app = PlainState(torch.ones(4, device=device))
-    with closing(pinned_staging.PinnedCheckpoints(root)) as checkpoints:
-        save(checkpoints, app)
-        app.step, app.settings = 2, {"initial_lr": 0.1}
-        error = raised(lambda: save(checkpoints, app))
-        assert isinstance(error, ValueError) and "initial_lr" in str(error), repr(error)
+    """A plain value more, and nothing else: it is saved, with new buffers if need be."""
+    for checkpoints in ways(root, device):
+        with closing(checkpoints):
+            app = PlainState(torch.ones(4, device=device))
+            save(checkpoints, app)
+            app.step, app.settings = 2, {"initial_lr": 0.1}
+            save(checkpoints, app)
+        loaded = {"app": {"settings": {"initial_lr": 0.0}}}
+        dcp.load(loaded, checkpoint_id=checkpoints.root / "step2")
+        assert loaded["app"]["settings"] == {"initial_lr": 0.1}
 
 
 class WithTable(basic.SampleCounter):
@@ -466,6 +481,16 @@ class WithTable(basic.SampleCounter):
 def staged_app(layers: list[nn.Module], wrap: Callable = lambda model: model) -> basic.AppState:
     model = wrap(nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)))
     return basic.AppState(model, torch.optim.AdamW(model.parameters()))
+
+
+def sources_of(app: basic.AppState, device: torch.device) -> list[torch.Tensor]:
+    """What an overlapped copy of ``app`` reads."""
+    stager = default_stager.OverlappedStager(device, changing=app.model.buffers)
+    changed = {buffer.untyped_storage().data_ptr() for buffer in app.model.buffers()}
+    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+    stager.on_host(app.state_dict(), "", changed, pieces)
+    stager.close()
+    return [source for _, source in pieces]
 
 
 def buffers_by_any_name(root: Path, device: torch.device) -> None:
@@ -482,29 +507,34 @@ def buffers_by_any_name(root: Path, device: torch.device) -> None:
     }
     for name, app in apps.items():
         live = {buffer.data_ptr() for buffer in app.model.buffers()}
-        addresses = {default_stager.address_of(buffer) for buffer in app.model.buffers()}
-        state = default_stager.with_clones(app.state_dict(), addresses)["model"]
-        counts = {key: value for key, value in state.items() if key.endswith("samples")}
-        assert len(counts) == (2 if name == "shared" else 1), counts
-        for key, value in counts.items():
-            assert value.data_ptr() not in live, f"{name}: {key} is the live buffer"
+        sources = sources_of(app, device)
+        assert len(sources) > len(live)
+        for source in sources:
+            assert source.data_ptr() not in live, f"{name}: a live buffer is copied"
 
 
 def staging_fails(root: Path, device: torch.device) -> None:
-    """One state cannot be staged, the next one can."""
+    """One copy fails, the next does not."""
     app = basic.build_app(device)
-    with logged() as messages, default_stager.StagedCheckpoints(root, device, list) as checkpoints:
+    with logged() as messages, saving("default_stager", root, device) as checkpoints:
+        stager = checkpoints.stager
+        whole = stager.when_copied
+        stager.when_copied = copies_are_lost
         basic.train_step(app, device)
-        settings = app.optimizer.param_groups[0]
-        settings["log"] = default_stager.Unstageable("a")
         save(checkpoints, app)
-        del settings["log"]
+        checkpoints.end_last()
+        stager.when_copied = whole
         basic.train_step(app, device)
         save(checkpoints, app)
         saved = {app.step: basic.snapshot(app)}
-    assert any("step1" in text and "cannot copy this text" in text for text in messages), messages
+    stager.close()
+    assert any("step1" in text and "copies are lost" in text for text in messages), messages
     assert not (root / "step1").exists()
     assert_right(root, device, saved)
+
+
+def copies_are_lost(*_: object) -> None:
+    raise OSError("copies are lost")
 
 
 TROUBLES = (

@@ -24,6 +24,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes_source"
 HERE = Path(__file__).parent
 sys.path[:0] = [str(RECIPES / "sharding"), str(RECIPES / "checkpoint"), str(HERE)]
 
+from _checks import NamedWhenComplete  # noqa: E402
 from _toys import AppState  # noqa: E402
 from async_save import AsyncCheckpoints  # noqa: E402
 from raising import raised  # noqa: E402
@@ -467,7 +468,7 @@ def save(directory: Path) -> None:
     app, context = build_app(seed=0)
     train_on(app, context, 3)
     saved = full(app.state_dict())
-    checkpoints = AsyncCheckpoints(directory)
+    checkpoints = AsyncCheckpoints(directory, writer=NamedWhenComplete)
     checkpoints.save(app.step, {"app": app.state_dict()})
     train_on(app, context, 2)
     checkpoints.close()
