@@ -245,7 +245,7 @@ class Overlapped(RecipeWay):
 # -- torch's stager, ordered -----------------------------------------------------------------------
 
 FILES_OF_2_13 = os.environ.get("STAGING_FILES")
-"""A folder with ``staging.py`` and ``_state_dict_stager.py`` of torch 2.13, to be tried on another."""
+"""A folder with torch 2.13's ``staging.py`` and ``_state_dict_stager.py``, for another torch."""
 
 
 class AfterStep:

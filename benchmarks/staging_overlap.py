@@ -7,8 +7,8 @@ A stock Llama trains all the time, as in ``checkpoint_stall.py``, whose windows 
 The writer drops what it is given, so that the copy alone is seen. In each save it also notes
 
 * ``state_dict_s``: the host in ``state_dict()``; ``call_s``: in the whole call.
-* ``held_s``: the staging thread in ``UntypedStorage.copy_`` of numbers of at most eight bytes, during
-  which it keeps the interpreter's lock; ``held_copies``: how many of these there were.
+* ``held_s``: the staging thread in ``UntypedStorage.copy_`` of numbers of at most eight bytes,
+  during which it keeps the interpreter's lock; ``held_copies``: how many of these there were.
 * ``update_waits_s``: the training thread in the wait before the optimizer step.
 
 ``tokens`` of a step and the ``loop`` (``reads`` a number in mid-step, or is ``free``) vary.

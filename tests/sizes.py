@@ -80,9 +80,8 @@ def main() -> int:
         if COPIED in file.read_text(encoding="utf-8"):
             block = f"{statements(block_of(file))} to copy, "
         name = f"{file.parent.name}/{file.stem}"
-        print(
-            f"{statements_of(file):6} statements, {block:>12}{words:5} of {PROSE} words  {name}{verdict}"
-        )
+        of_page = f"{words:5} of {PROSE} words  {name}{verdict}"
+        print(f"{statements_of(file):6} statements, {block:>12}{of_page}")
     return status
 
 

@@ -305,11 +305,12 @@ if __name__ == "__main__":
 # ------------
 # Training no longer waits for storage. It still waits for staging: each save here allocates
 # pageable host memory and copies the state into it, far below the rate of the link. ``pinned`` is
-# the save of :doc:`pinned_staging`, which changes the memory and nothing else. ``dcp_save`` blocks.
-# :doc:`/guide/measured` explains the columns.
+# the save of :doc:`pinned_staging`, which changes the memory and nothing else; ``overlapped_stager``
+# that of :doc:`default_stager`, ``overlapped_writer`` that of :doc:`saves_beside_training`. ``dcp_save``
+# blocks. :doc:`/guide/measured` explains the columns.
 #
 # .. result-table:: checkpoint_stall
-#    :rows: none dcp_save async_save pinned
+#    :rows: none dcp_save async_save pinned overlapped_stager overlapped_writer
 #    :where: step=long storage=memory
 #
 # In the timeline, the training thread waits in the call while the state is copied:

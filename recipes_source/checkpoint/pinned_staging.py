@@ -254,12 +254,13 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # Each save after the first one stalls training for one copy at the rate of the link. ``async_save``
-# is the save of :doc:`async_save`. ``overlapped_writer``, that of :doc:`saves_beside_training`, copies
-# during the next step, here a step longer than the copy. All of them save a stock model
-# (:doc:`/guide/measured` explains the columns).
+# is the save of :doc:`async_save`. ``overlapped_stager``, of :doc:`default_stager`, and
+# ``overlapped_writer``, of :doc:`saves_beside_training`, copy during the next step, here one whose
+# forward and backward are as long as the copy. All of them save a stock model (:doc:`/guide/measured`
+# explains the columns).
 #
 # .. result-table:: checkpoint_stall
-#    :rows: none async_save pinned overlapped_writer
+#    :rows: none async_save pinned overlapped_stager overlapped_writer
 #    :where: step=long storage=memory
 #
 # .. timeline:: checkpoint_stall async_save pinned
@@ -273,8 +274,7 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * A value that is neither tensor, number, text, list, tuple nor dict (a dtype, a set) raises at
-#   the call. The limits of :doc:`async_save` hold here, too.
+# * The limits of :doc:`async_save` hold here, too.
 # * This file sets ``state_dict_cache`` only on machines without an accelerator. If you set it on
 #   others, to memory that is not pinned, you lose the gain without an error.
 #
