@@ -122,6 +122,7 @@ def measure(training: Training, results: Results, fixed: dict, name: str, rounds
     try:
         with noted(way, notes):
             first = training.saving(directory)
+            first_call_s = first.save.returned_at - first.save.called_at
             measuring.tell(
                 f"{name}: first call {first.save.returned_at - first.save.called_at:.2f} s"
             )

@@ -29,8 +29,36 @@ from facing import face  # noqa: E402
 from raising import raised  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
+from torch.distributed.checkpoint.stateful import Stateful  # noqa: E402
 
 basic.WIDTH, basic.HIDDEN = WIDTH, HIDDEN = 16, 64
+
+
+class AppState(Stateful):
+    """What a recipe from scratch saves: model, optimizer and step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.step = 0
+
+    def state_dict(self) -> dict:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"step": self.step, "model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        self.step = state_dict["step"]
+
+
+OfLibrary = basic.AppState
+basic.AppState = AppState
 WRITE = FileSystemWriter.write_data
 
 
@@ -211,10 +239,10 @@ class CountsInInt(torch.optim.SGD):
                     parameter.data.add_(parameter.grad, alpha=-group["lr"] / state["step"])
 
 
-def app_with(optimizer: Callable, seed: int = 0) -> basic.AppState:
+def app_with(optimizer: Callable, seed: int = 0) -> OfLibrary:
     torch.manual_seed(seed)
     model = nn.Linear(WIDTH, WIDTH, bias=False)
-    return basic.AppState(model, optimizer(model.parameters(), lr=0.01))
+    return OfLibrary(model, optimizer(model.parameters(), lr=0.01))
 
 
 def before_the_first_step(root: Path, device: torch.device) -> None:
@@ -438,6 +466,7 @@ class PlainState:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.step, self.weight, self.settings = 1, weight, {}
+        self.model = nn.Module()
 
     def state_dict(self) -> dict:
         return {"weight": self.weight, "step": self.step, "settings": self.settings}
