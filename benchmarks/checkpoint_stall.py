@@ -546,6 +546,7 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
     yield cost(disk, ours, 6)
     yield cost(long, DEFAULT_STAGERS[0], 1)
     yield judged(DEFAULT_STAGERS[0])
+    yield cost(long, "overlapped_stager_frozen", 6)
     for name in STAGERS:
         yield cost(long, name, 3)
         yield judged(name)

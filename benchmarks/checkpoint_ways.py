@@ -5,6 +5,7 @@ before the update, to ask whether the write has ended) it does in hooks around t
 and behind each step, so that the loop is the same for all.
 """
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -240,6 +241,19 @@ class Overlapped(RecipeWay):
     def close(self) -> None:
         super().close()
         self.noted.stager.close()
+
+
+class OverlappedFrozen(Overlapped):
+    """The same; Python's collector does not look at what is there before the first save."""
+
+    def open(self) -> None:
+        super().open()
+        gc.collect()
+        gc.freeze()
+
+    def close(self) -> None:
+        gc.unfreeze()
+        super().close()
 
 
 # -- torch's stager, ordered -----------------------------------------------------------------------
@@ -666,6 +680,7 @@ WAYS: dict[str, type[Way]] = {
     "default_stager_2.13": DefaultStager213,
     "default_stager_2.13_numbers_pinned": DefaultStager213Pinned,
     "overlapped_stager": Overlapped,
+    "overlapped_stager_frozen": OverlappedFrozen,
     "overlapped_writer": OverlappedWriter,
     "overlapped_writer_1_thread": OneThread,
     "overlapped_writer_7_threads": SevenThreads,
