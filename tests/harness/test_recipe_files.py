@@ -203,7 +203,7 @@ def test_code_and_prose_are_counted(tmp_path) -> None:
         )
     '''
     path = write(tmp_path, "r.py", text)
-    assert sizes.statements(path) == 1
+    assert sizes.statements_of(path) == 1
     assert sizes.words_of_prose(path) == 2 + 8 + 1 + 3 + 5
 
 

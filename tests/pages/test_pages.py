@@ -22,7 +22,7 @@ from rankproof.recipe import discover
 sys.path.insert(0, str(ROOT / "tests"))
 from check_links import broken_links
 from selection import proofs_under_test
-from sizes import statements
+from sizes import statements_of
 
 RECIPES = discover(ROOT / "recipes_source", ROOT / "tests" / "controls")
 TARGETS = {"html", "html-noplot", "serve", "test", "check", "verify", "lint", "linkcheck"}
@@ -254,7 +254,7 @@ def test_the_upstream_scripts_are_short_and_recorded():
     *_, newest = record
     for script in reproducers():
         longest = 30 if script.parent.name == "two_ranks" else 20
-        assert statements(script) <= longest, script.name
+        assert statements_of(script) <= longest, script.name
         place = r"^Avoided by ((recipes_source|harness)/\S+)\.$"
         avoided_by = re.search(place, script.read_text(), re.M)
         assert (ROOT / avoided_by[1]).is_file(), script.name
