@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/__init__.py
+# Overlap Recipes 0.3.0, overlap_recipes/__init__.py
 """Data movement behind compute, for PyTorch training.
 
 * ``overlap_recipes.checkpoint``: saves beside training, retention, resume, preemption

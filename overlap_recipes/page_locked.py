@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/page_locked.py
+# Overlap Recipes 0.3.0, overlap_recipes/page_locked.py
 """Host memory of an exact size, page-locked for the copies of a CUDA device.
 
 ``torch.empty(..., pin_memory=True)`` asks a caching allocator that rounds every block up to a power

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/ranks.py
+# Overlap Recipes 0.3.0, overlap_recipes/ranks.py
 """How a script joins the ranks of its job, and how ranks tell each other what they have."""
 
 import os

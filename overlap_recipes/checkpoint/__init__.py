@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/__init__.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/__init__.py
 """Save checkpoints during training, keep them, and resume from them.
 
 ``export`` and ``hub_folder`` are modules of their own: import them by name.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/__main__.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/__main__.py
 """``python -m overlap_recipes.checkpoint``: list, verify, prune or export checkpoints."""
 
 import argparse

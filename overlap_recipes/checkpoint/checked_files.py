@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/checked_files.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/checked_files.py
 """Files of a checkpoint whose bytes are compared with the digests of the save as they are read."""
 
 import io

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/copies.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/copies.py
 """Copies of a state to page-locked memory that let a read of the training loop through.
 
 ``CopyPlan`` prepares once which bytes go where; pieces with gaps between them let the copy engine

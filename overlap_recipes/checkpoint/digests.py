@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/digests.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/digests.py
 """Digests of blocks of a file, so that whoever reads a part of it can check what came.
 
 A block's digest is its CRC-32: 1.9 GB/s on one core of an AMD EPYC. Of the standard library's

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/entries.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/entries.py
 """Where the bytes of a tensor lie in what ``torch.save`` has made of it.
 
 That is a zip file: ``data.pkl`` describes the tensor, ``data/0`` has its bytes. Of ``data.pkl``

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/export.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/export.py
 """Export a sharded model to Hugging Face's format beside training, each rank its own rows."""
 
 import ctypes

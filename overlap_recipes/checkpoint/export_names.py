@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/export_names.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/export_names.py
 """Which tensors an export has, and what transformers calls them in its files."""
 
 import copy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/fit.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/fit.py
 """What of a checkpoint goes where in a job, and what does not fit."""
 
 from collections.abc import Iterable

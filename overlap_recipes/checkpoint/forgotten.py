@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/forgotten.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/forgotten.py
 """What a loop has and its checkpoints do not: gradients, a scheduler, another optimizer, ..."""
 
 import logging

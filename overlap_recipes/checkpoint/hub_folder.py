@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/hub_folder.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/hub_folder.py
 """Load a folder of safetensors into a sharded model on meta, each rank its rows.
 
 A file is a length, a header in JSON and the tensors' bytes. The threads of ``reader`` read what a

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/kept.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/kept.py
 """When a checkpoint counts, in any store: what is refused, which one is resumed, which stay."""
 
 import logging

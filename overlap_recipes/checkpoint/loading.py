@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/loading.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/loading.py
 """Load a checkpoint into a job: what differs is listed before anything changes.
 
 ``dcp.load`` fills tensors that exist, so a new optimizer would have to make its state first. Here

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/manager.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/manager.py
 """Checkpoints of a job in one object: saves during training, retention, resume, preemption."""
 
 import atexit

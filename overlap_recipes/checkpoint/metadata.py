@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/metadata.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/metadata.py
 """Reads the list of contents of a DCP checkpoint of any torch that we list."""
 
 import io

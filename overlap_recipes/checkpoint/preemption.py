@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/preemption.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/preemption.py
 """Leave before the deadline of a preemption: all ranks save the same step, and end.
 
 A job's exit code tells its scheduler to start it again. After its last save the script ends by

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/preparation.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/preparation.py
 """What is made ready during a run's first steps, so that its first save need not wait for it."""
 
 import logging

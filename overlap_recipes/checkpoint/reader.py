@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/reader.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/reader.py
 """Reads a DCP checkpoint at the rate of its storage.
 
 DCP's own reader takes one tensor after the other on one thread: ``torch.load`` on the CPU, then a

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/saves.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/saves.py
 """Saves during training: staged during the next forward and backward, written on a thread."""
 
 import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/shared_reads.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/shared_reads.py
 """What several ranks hold is read by one of them and broadcast: each byte leaves the storage once.
 
 Under DDP each rank holds the whole model, under HSDP each shard is held by the ranks of a replicate

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/staging.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/staging.py
 """The copy of a state in page-locked memory, made during what training does next."""
 
 import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/talk.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/talk.py
 """How the ranks of a job tell each other, during a save, what they have and what has failed."""
 
 from collections.abc import Callable

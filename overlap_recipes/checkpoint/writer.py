@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/writer.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/writer.py
 """Files that ``dcp.load`` reads, planned once and then written from where the bytes lie."""
 
 import ctypes

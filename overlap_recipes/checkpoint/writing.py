@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/writing.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/writing.py
 """The thread that writes: one save after the other, each committed when all ranks have written."""
 
 import gc

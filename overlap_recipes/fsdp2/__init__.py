@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/fsdp2/__init__.py
+# Overlap Recipes 0.3.0, overlap_recipes/fsdp2/__init__.py
 """FSDP2 whose gathers and reductions are copies between peers, straight to where they are used."""
 
 from .in_place_gather import gather_in_place

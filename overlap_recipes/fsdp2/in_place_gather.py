@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/fsdp2/in_place_gather.py
+# Overlap Recipes 0.3.0, overlap_recipes/fsdp2/in_place_gather.py
 """FSDP2's gathers by peer copies, straight to where the unit computes."""
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/fsdp2/in_place_reduce.py
+# Overlap Recipes 0.3.0, overlap_recipes/fsdp2/in_place_reduce.py
 """FSDP2's reductions by peer copies, from where backward leaves the gradients."""
 
 import importlib.util

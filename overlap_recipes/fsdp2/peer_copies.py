@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/fsdp2/peer_copies.py
+# Overlap Recipes 0.3.0, overlap_recipes/fsdp2/peer_copies.py
 """One call for gathers and reductions by peer copies, which refuses what it cannot do."""
 
 from dataclasses import dataclass

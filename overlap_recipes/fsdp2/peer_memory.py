@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/fsdp2/peer_memory.py
+# Overlap Recipes 0.3.0, overlap_recipes/fsdp2/peer_memory.py
 """Memory that the other ranks read, and the private names of FSDP2 that are relied upon."""
 
 import os

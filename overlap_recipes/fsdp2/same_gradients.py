@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/fsdp2/same_gradients.py
+# Overlap Recipes 0.3.0, overlap_recipes/fsdp2/same_gradients.py
 """Ranks of one host agree, in host memory, on which gradients they reduce, before they do."""
 
 import mmap

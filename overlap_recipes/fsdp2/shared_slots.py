@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/fsdp2/shared_slots.py
+# Overlap Recipes 0.3.0, overlap_recipes/fsdp2/shared_slots.py
 """A few slots for the full weights of many units, filled by peer copies."""
 
 import weakref

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/fsdp2/unseen_outputs.py
+# Overlap Recipes 0.3.0, overlap_recipes/fsdp2/unseen_outputs.py
 """Gradients that reach a unit by tensors on which FSDP2 has no hook.
 
 FSDP2 gathers a unit for its backward when a gradient reaches a tensor that its forward returned. It

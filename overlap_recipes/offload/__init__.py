@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/__init__.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/__init__.py
 """Train what does not fit on the device: layers, Adam and activations live in host memory."""
 
 from .activations import ActivationOffload

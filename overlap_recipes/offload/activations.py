@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/activations.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/activations.py
 """What autograd saves for backward, in host memory between forward and backward.
 
 A pack hook turns each saved tensor into a handle and starts a copy to the host; an unpack hook

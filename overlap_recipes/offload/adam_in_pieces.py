@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/adam_in_pieces.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/adam_in_pieces.py
 """AdamW in pieces that fit a core's cache: one pass over the memory, without Python's lock."""
 
 import os

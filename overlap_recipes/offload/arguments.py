@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/arguments.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/arguments.py
 """Tensors in what layers take and return: found, exchanged, and handed back to the caller."""
 
 from collections import UserDict

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/caches.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/caches.py
 """Caches of keys and values that come to layers which backward runs again.
 
 A layer gets a copy of an empty cache for each of its runs, and computes as with the cache. The

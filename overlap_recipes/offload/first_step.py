@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/first_step.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/first_step.py
 """Whether a streamed model computes what the resident one does: asked before the first step."""
 
 import random

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/follower.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/follower.py
 """What streaming tells an optimizer on the host, and where that may hold it up."""
 
 

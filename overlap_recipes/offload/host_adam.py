@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/host_adam.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/host_adam.py
 """AdamW on threads of the host, the lowest layer first, since the next forward begins with it."""
 
 import gc

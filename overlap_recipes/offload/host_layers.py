@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/host_layers.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/host_layers.py
 """Layers whose parameters lie in one flat, page-locked buffer each, in host memory.
 
 A layer crosses the link in one copy: by itself, each parameter would pay for its own launch. The

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/host_memory.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/host_memory.py
 """How much memory a host has left: asked before the kernel ends a job that takes more."""
 
 import os

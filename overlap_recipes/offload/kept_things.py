@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/kept_things.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/kept_things.py
 """What modules keep besides weights and buffers: containers, objects, arrays, random numbers."""
 
 import pickle

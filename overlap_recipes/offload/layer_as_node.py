@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/layer_as_node.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/layer_as_node.py
 """Any layer as one node of autograd: run again in backward, differentiated there."""
 
 from collections.abc import Iterable, Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/layer_state.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/layer_state.py
 """What a layer has besides its parameters, so that it runs again as it ran before."""
 
 import random

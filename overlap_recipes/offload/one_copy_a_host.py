@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/one_copy_a_host.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/one_copy_a_host.py
 """One copy of weights and Adam's state a host, shared by its ranks."""
 
 import mmap

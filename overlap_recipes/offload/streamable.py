@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/streamable.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/streamable.py
 """What can be streamed: asked before anything of a model is changed."""
 
 from collections.abc import Iterator

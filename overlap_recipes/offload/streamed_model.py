@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/streamed_model.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/streamed_model.py
 """A stock model whose layers are streamed from the host behind its own forward."""
 
 from collections.abc import Iterable

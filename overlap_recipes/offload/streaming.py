@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/streaming.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/streaming.py
 """Train a stock model whose layers live in host memory: one call around the loop."""
 
 from collections.abc import Iterable, Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/weight_streaming.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/weight_streaming.py
 """Layers in host memory, loaded, computed and their gradients stored on three streams."""
 
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/offload/whole_step.py
+# Overlap Recipes 0.3.0, overlap_recipes/offload/whole_step.py
 """A whole optimizer step for a streamed model: clipped, scheduled, averaged over ranks."""
 
 import hashlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/trainers/lightning.py
+# Overlap Recipes 0.3.0, overlap_recipes/trainers/lightning.py
 """Lightning's ``ModelParallelStrategy`` that saves beside training."""
 
 import io

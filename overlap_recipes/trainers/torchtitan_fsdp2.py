@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/trainers/torchtitan_fsdp2.py
+# Overlap Recipes 0.3.0, overlap_recipes/trainers/torchtitan_fsdp2.py
 """torchtitan's own sharding, with FSDP2's gathers and reductions by peer copies."""
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/trainers/transformers.py
+# Overlap Recipes 0.3.0, overlap_recipes/trainers/transformers.py
 """transformers' ``Trainer`` that saves beside training."""
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, checkpoint/_checks.py
+# Overlap Recipes 0.3.0, checkpoint/_checks.py
 """What the recipes that save from scratch share: a name for complete checkpoints, a comparison of
 ranks, and the proof.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, checkpoint/_toys.py
+# Overlap Recipes 0.3.0, checkpoint/_toys.py
 """A model, its training step and a comparison of bits, for recipes that explain the library.
 
 No page of its own: the page of ``state_to_save`` explains such a comparison, from scratch.

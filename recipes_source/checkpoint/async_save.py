@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, checkpoint/async_save.py
+# Overlap Recipes 0.3.0, checkpoint/async_save.py
 """
 Save without stopping: ``async_save``
 =====================================

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, checkpoint/default_stager.py
+# Overlap Recipes 0.3.0, checkpoint/default_stager.py
 """
 Stage while the next step runs: ``DefaultStager``
 =================================================

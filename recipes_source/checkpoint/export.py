@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, checkpoint/export.py
+# Overlap Recipes 0.3.0, checkpoint/export.py
 """
 Export to Hugging Face, beside training
 =======================================

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, checkpoint/load.py
+# Overlap Recipes 0.3.0, checkpoint/load.py
 """
 Load at the rate of the storage
 ===============================

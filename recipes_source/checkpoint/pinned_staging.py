@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, checkpoint/pinned_staging.py
+# Overlap Recipes 0.3.0, checkpoint/pinned_staging.py
 """
 Stage into pinned memory, kept between saves
 ============================================

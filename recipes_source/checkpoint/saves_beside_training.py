@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, checkpoint/saves_beside_training.py
+# Overlap Recipes 0.3.0, checkpoint/saves_beside_training.py
 """
 Saves during training
 =====================

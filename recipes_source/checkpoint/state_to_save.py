@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, checkpoint/state_to_save.py
+# Overlap Recipes 0.3.0, checkpoint/state_to_save.py
 """
 How to know that a checkpoint is right
 ======================================

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, offload/activation_offload.py
+# Overlap Recipes 0.3.0, offload/activation_offload.py
 """
 Longer sequences: activations on the host between forward and backward
 ======================================================================

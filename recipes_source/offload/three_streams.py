@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, offload/three_streams.py
+# Overlap Recipes 0.3.0, offload/three_streams.py
 """
 Three streams: copy in, compute and copy out at once
 ====================================================

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, offload/train_what_does_not_fit.py
+# Overlap Recipes 0.3.0, offload/train_what_does_not_fit.py
 """
 Train what does not fit
 =======================

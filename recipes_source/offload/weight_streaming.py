@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, offload/weight_streaming.py
+# Overlap Recipes 0.3.0, offload/weight_streaming.py
 """
 Weights on the host: load, compute and store at once
 ====================================================

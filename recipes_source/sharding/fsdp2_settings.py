@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, sharding/fsdp2_settings.py
+# Overlap Recipes 0.3.0, sharding/fsdp2_settings.py
 """
 What FSDP2's own settings do, gather by gather
 ==============================================

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, sharding/peer_copies.py
+# Overlap Recipes 0.3.0, sharding/peer_copies.py
 """
 FSDP2 by peer copies
 ====================

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, sharding/stream_context.py
+# Overlap Recipes 0.3.0, sharding/stream_context.py
 """
 Fully sharded training: gathers on a stream of their own, released late
 =======================================================================

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, trainers/torchtitan_checkpointer.py
+# Overlap Recipes 0.3.0, trainers/torchtitan_checkpointer.py
 """
 Save beside training in torchtitan
 ==================================

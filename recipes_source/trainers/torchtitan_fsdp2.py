@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, trainers/torchtitan_fsdp2.py
+# Overlap Recipes 0.3.0, trainers/torchtitan_fsdp2.py
 """
 FSDP2 in place in torchtitan
 ============================

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, trainers/transformers_trainer.py
+# Overlap Recipes 0.3.0, trainers/transformers_trainer.py
 """
 Save beside training in transformers' Trainer
 =============================================

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/__init__.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/__init__.py
 """The state of a job: asked for, undone where asking changes training, and loaded.
 
 ``state`` has the class that users make, and tells what of it is copied after a save's call.

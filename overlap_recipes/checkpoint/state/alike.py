@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/alike.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/alike.py
 """What ranks must agree on, since a checkpoint has it once."""
 
 import ctypes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/contents.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/contents.py
 """What a checkpoint says of itself: what a load compares, and what DCP's names do not tell."""
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/differing.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/differing.py
 """What a job has otherwise than a checkpoint, though names and shapes are those of the save."""
 
 import logging

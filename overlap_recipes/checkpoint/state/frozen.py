@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/frozen.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/frozen.py
 """Parameters that checkpoints leave out, and their digests, equal for any number of ranks."""
 
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/items.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/items.py
 """What a name of ``TrainingState`` may stand for."""
 
 import random

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/loaders.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/loaders.py
 """A loader's place in its data, and the random numbers of its pass."""
 
 import logging

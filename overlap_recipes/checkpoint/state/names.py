@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/names.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/names.py
 """Names of parameters in a checkpoint: those of the model without what is put around it."""
 
 from collections import OrderedDict

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/optimizers.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/optimizers.py
 """Optimizers: which are refused, and how one gets its state as it was saved."""
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/random_numbers.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/random_numbers.py
 """A rank's random numbers: of Python, NumPy, torch, and the accelerator."""
 
 import importlib

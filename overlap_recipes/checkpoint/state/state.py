@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/state.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/state.py
 """``TrainingState``: all that a job needs to go on as if nothing had happened."""
 
 import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/tensor_classes.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/tensor_classes.py
 """Tensors that are made of others, as float8 weights and sparse matrices are: apart, and joined.
 
 A checkpoint has the plain tensors inside, by names below that of the whole, and how to join them.

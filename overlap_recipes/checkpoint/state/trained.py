@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/trained.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/trained.py
 """A model and its optimizers: asked for their states under DCP's names, and loaded."""
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/trees.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/trees.py
 """What a state is made of: nested dicts and lists with tensors as leaves."""
 
 import io

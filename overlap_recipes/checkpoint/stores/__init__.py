@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/stores/__init__.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/stores/__init__.py
 """Where checkpoints lie: a directory that all ranks see, or an object store. See ``Store``."""
 
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/stores/directory.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/stores/directory.py
 """Checkpoints in a directory that all ranks see; and a plain folder, for trainers.
 
 Below the root: ``step5``, a checkpoint; ``step5.incomplete``, one that is being written, or whose

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/stores/objects.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/stores/objects.py
 """Checkpoints in an object store, by any URL that fsspec knows; ``s3://`` needs s3fs.
 
 Below the root: ``step5.<attempt>/``, the objects of one attempt at a checkpoint; ``step5.json``,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/stores/store.py
+# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/stores/store.py
 """What a store of checkpoints gives, and the names of checkpoints in it.
 
 A store knows names and bytes: what it is asked for, and nothing of ranks, of states, or of when a

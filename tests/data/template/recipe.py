@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.1, <folder>/<name>.py
+# Overlap Recipes 0.3.0, <folder>/<name>.py
 """
 Send while you compute: an asynchronous all-reduce
 ==================================================
