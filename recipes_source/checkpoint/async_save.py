@@ -200,7 +200,7 @@ class AsyncCheckpoints:
 # of them writes, and removes the suffix when all have written. **A directory without the suffix is
 # complete.**
 #
-# .. literalinclude:: _checks.py
+# .. literalinclude:: /recipes_source/checkpoint/_checks.py
 #    :pyobject: NamedWhenComplete
 #
 # **A comparison of ranks.** DCP takes a tensor that is no DTensor for replicated, and keeps one
@@ -212,10 +212,10 @@ class AsyncCheckpoints:
 #
 # .. dropdown:: ``SameOnAllRanks``, and what is a fact
 #
-#    .. literalinclude:: _checks.py
+#    .. literalinclude:: /recipes_source/checkpoint/_checks.py
 #       :pyobject: SameOnAllRanks
 #
-#    .. literalinclude:: _checks.py
+#    .. literalinclude:: /recipes_source/checkpoint/_checks.py
 #       :pyobject: fact_of
 #
 # Run it, and prove it

@@ -173,7 +173,7 @@ def save_both(job: Job, root: Path) -> list[Path]:
 # and compares them, at the rate of a core, before a byte goes on. So a load need not read a file twice,
 # and a resume need not hash a whole checkpoint to choose one.
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/reader.py
+# .. literalinclude:: /overlap_recipes/checkpoint/checked_files.py
 #    :language: python
 #    :pyobject: OpenFile.read_into
 #

@@ -21,7 +21,11 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 class StagerOnCPU(DefaultStager):
     def __init__(self, options: StagingOptions) -> None:
-        super().__init__(StagingOptions(False, False, options.use_async_staging, False))
+        if torch.accelerator.is_available():
+            wanted = StagingOptions()  # torchtitan's own
+        else:
+            wanted = StagingOptions(False, False, options.use_async_staging, False)
+        super().__init__(wanted)
 
 
 class TrainState:
