@@ -10,15 +10,16 @@ writes that copy during the next steps. Used as it comes, it can lose the last c
 because one disk is full, or leave a directory that loads and is wrong. This file closes these gaps.
 
 **Scope.** A state dict of plain tensors, DTensors, numbers and text, on any number of ranks that
-share a file system. What is no DTensor must be the same on all ranks. Everything else raises at the
-save, on every rank. How to get a state dict that can be resumed from, and how to load it, is the
-subject of :doc:`state_to_save`.
+share a file system. What is no DTensor must be the same on all ranks. With
+``check=SameOnAllRanks()``, as below, everything else raises at the save, on every rank; without it,
+nobody looks. How to get a state dict that can be resumed from, and how to load it, is the subject of
+:doc:`state_to_save`.
 
 **When not to bother:** the state is small or you save rarely (call ``dcp.save``), or the host has
 no room for a second copy of what all its ranks hold. If the copy itself takes too long,
 :doc:`pinned_staging` makes it fast and :doc:`saves_beside_training` hides it.
 
-This is the loop:
+This is the loop, with ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict``:
 
 .. literalinclude:: async_save.py
    :pyobject: train
@@ -84,6 +85,7 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager
 
 LOG = logging.getLogger(__name__)
 PATIENCE = timedelta(minutes=10)  # how long a rank that has written waits for the slowest one
@@ -98,9 +100,13 @@ class AsyncCheckpoints:
 
     Args:
         root: a directory that all ranks see.
-        stager: how the state comes to host memory; torch's pageable copy if None.
+        stager: how the state comes to host memory; torch's pageable copy if None. It copies while
+            the caller waits, or has the next optimizer step wait, as ``OverlappedStager`` does.
         writer: called with a directory and options of ``FileSystemWriter``.
         check: called with step, state and group before each save; raises on all ranks or on none.
+
+    Raises:
+        TypeError: the stager is torch's ``DefaultStager``.
     """
 
     def __init__(
@@ -110,6 +116,8 @@ class AsyncCheckpoints:
         writer: Callable[..., FileSystemWriter] = FileSystemWriter,
         check: Callable[[int, dict, dist.ProcessGroup], None] | None = None,
     ) -> None:
+        if isinstance(stager, DefaultStager):
+            raise TypeError("nothing waits for DefaultStager's copy: see default_stager.py")
         self.root = root
         self.stager = stager
         self.writer = writer

@@ -25,8 +25,8 @@ This is the loop:
    :pyobject: train
 
 Copy ``OverlappedStager``, the first block of code below. It needs torch alone. It is a stager of
-``dcp.async_save``, and leaves to ``AsyncCheckpoints`` of :doc:`async_save` that one save is in flight at a
-time and that the last one is awaited.
+``dcp.async_save``, and leaves to ``AsyncCheckpoints`` of :doc:`async_save` a process group for the saves
+alone, that one save is in flight at a time, and that the last one is awaited.
 
 .. grid:: 1 1 2 2
 
@@ -145,7 +145,7 @@ class OverlappedStager:
         self.copied = self.streams.Event()
         self.gap = torch.zeros(16, device=device)
         self.gap_on_host = page_locked(self.gap)
-        self.hosts: dict[str, torch.Tensor] = {}  # by path; kept between saves
+        self.hosts: dict[tuple, torch.Tensor] = {}  # by path; kept between saves
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
 
@@ -154,7 +154,7 @@ class OverlappedStager:
         """Queue the copies; the future has the copied state dict, valid until the next call."""
         changed = {local(x).untyped_storage().data_ptr() for x in self.changing()}
         pieces: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from)
-        staged = self.on_host(state_dict, "", changed, pieces)
+        staged = self.on_host(state_dict, (), changed, pieces)
         self.stream.wait_stream(self.streams.current_stream())
         with self.streams.stream(self.stream):
             for host, source in pieces:
@@ -163,17 +163,21 @@ class OverlappedStager:
             self.copied.record()
         return self.thread.submit(self.when_copied, staged, pieces)
 
-    def on_host(self, leaf: object, path: str, changed: set[int], pieces: list) -> object:
+    def on_host(self, leaf: object, path: tuple, changed: set[int], pieces: list) -> object:
         """What will hold ``leaf``, once the copies that are added to ``pieces`` have been made."""
         if isinstance(leaf, dict):
             return {
-                key: self.on_host(child, f"{path}/{key}", changed, pieces)
+                key: self.on_host(child, (*path, key), changed, pieces)
                 for key, child in leaf.items()
             }
         if not isinstance(leaf, torch.Tensor):
             return copy.deepcopy(leaf)
         host = self.hosts.get(path)
-        if host is None or (host.shape, host.dtype) != (leaf.shape, leaf.dtype):
+        if host is None or (host.dtype, host.shape, getattr(host, "placements", None)) != (
+            leaf.dtype,
+            leaf.shape,
+            getattr(leaf, "placements", None),
+        ):
             host = self.hosts[path] = page_locked(leaf.contiguous())
         source = local(leaf).contiguous()
         if source.untyped_storage().data_ptr() in changed:

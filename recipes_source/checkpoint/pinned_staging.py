@@ -22,8 +22,8 @@ This is the loop:
    :pyobject: train
 
 Copy ``PinnedStager``, the first block of code below. It needs torch alone. It is a stager of
-``dcp.async_save``, and leaves to ``AsyncCheckpoints`` of :doc:`async_save` that one save is in flight at a
-time and that the last one is awaited.
+``dcp.async_save``, and leaves to ``AsyncCheckpoints`` of :doc:`async_save` a process group for the saves
+alone, that one save is in flight at a time, and that the last one is awaited.
 
 .. grid:: 1 1 2 2
 
@@ -84,7 +84,8 @@ def layout_of(tree: object, path: str = "") -> dict[str, str]:
     """By path, what a buffer for this rank's part of each tensor must be; "" for other leaves."""
     if isinstance(tree, torch.Tensor):
         local = tree.to_local() if isinstance(tree, DTensor) else tree
-        return {path: f"{local.dtype}, {tuple(local.shape)}"}
+        of_all = f"{tuple(tree.shape)}, {getattr(tree, 'placements', 'whole')}"
+        return {path: f"{local.dtype}, {tuple(local.shape)} of {of_all}"}
     if isinstance(tree, dict):
         children = tree.items()
     elif isinstance(tree, list | tuple):
@@ -95,6 +96,15 @@ def layout_of(tree: object, path: str = "") -> dict[str, str]:
     for key, child in children:
         layout |= layout_of(child, f"{path}/{key}")
     return layout
+
+
+def own_copies(tree: object) -> object:
+    """``tree`` with a copy of each leaf, which shares memory with no other, as tied weights do."""
+    if isinstance(tree, dict):
+        return {key: own_copies(child) for key, child in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(own_copies(child) for child in tree)
+    return copy.deepcopy(tree)
 
 
 class PinnedStager(BlockingAsyncStager):
@@ -116,7 +126,7 @@ class PinnedStager(BlockingAsyncStager):
             LOG.warning("new buffers are pinned: %s changed since the last save", changed[:2])
             self.release()
         if not torch.accelerator.is_available() and not self.layout:
-            self.state_dict_cache = copy.deepcopy(state_dict)
+            self.state_dict_cache = own_copies(state_dict)
         self.layout = layout
         return super().stage(state_dict)
 

@@ -22,7 +22,8 @@ This is a run of the pipeline:
    :pyobject: multiply
 
 Copy the first block of code below: ``Slot`` and ``Pipeline``. It needs torch alone. Put your computation
-in place of ``torch.mm``.
+in place of ``torch.mm``: it reads ``slot.input`` and must write into ``slot.output``. Chunks have the shape
+of ``weight``.
 
 .. grid:: 1 1 2 2
 

@@ -37,6 +37,8 @@ def test_nothing_wrong_gets_the_name_of_a_checkpoint(trouble: str) -> None:
         "other_settings",
         "buffers_by_any_name",
         "staging_fails",
+        "leaves_apart",
+        "a_stager_that_nobody_waits_for",
     ],
 )
 def test_a_save_leaves_the_training_as_it_is(trouble: str) -> None:

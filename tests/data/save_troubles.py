@@ -29,6 +29,7 @@ from facing import face  # noqa: E402
 from raising import raised  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver  # noqa: E402
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 from torch.distributed.checkpoint.stateful import Stateful  # noqa: E402
 
@@ -517,7 +518,7 @@ def sources_of(app: basic.AppState, device: torch.device) -> list[torch.Tensor]:
     stager = default_stager.OverlappedStager(device, changing=app.model.buffers)
     changed = {buffer.untyped_storage().data_ptr() for buffer in app.model.buffers()}
     pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
-    stager.on_host(app.state_dict(), "", changed, pieces)
+    stager.on_host(app.state_dict(), (), changed, pieces)
     stager.close()
     return [source for _, source in pieces]
 
@@ -562,12 +563,39 @@ def staging_fails(root: Path, device: torch.device) -> None:
     assert_right(root, device, saved)
 
 
+def leaves_apart(root: Path, device: torch.device) -> None:
+    """Two names that shared a tensor at the first save, and keys whose paths read alike."""
+    for checkpoints in ways(root, device):
+        shared = torch.ones(3, device=device)
+        other = torch.zeros(3, device=device)
+        with closing(checkpoints):
+            checkpoints.save(1, {"model": shared, "best": shared})
+            checkpoints.save(2, {"model": shared, "best": other})
+        loaded = {"model": torch.full_like(other, 7), "best": torch.full_like(other, 7)}
+        dcp.load(loaded, checkpoint_id=checkpoints.root / "step2")
+        assert torch.equal(loaded["model"], shared) and torch.equal(loaded["best"], other)
+    stager = default_stager.OverlappedStager(device, changing=list)
+    staged = stager.stage({"a": {"b": shared}, "a/b": other, 0: shared, "0": other}).result()
+    stager.close()
+    assert torch.equal(staged["a"]["b"], shared.cpu()) and torch.equal(staged["a/b"], other.cpu())
+    assert torch.equal(staged[0], shared.cpu()) and torch.equal(staged["0"], other.cpu())
+
+
+def a_stager_that_nobody_waits_for(root: Path, device: torch.device) -> None:
+    """torch's copies while training goes on, and no optimizer step waits: refused at once."""
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    error = raised(lambda: async_save.AsyncCheckpoints(root, stager))
+    stager.close()
+    assert isinstance(error, TypeError) and "DefaultStager" in str(error), repr(error)
+
+
 def copies_are_lost(*_: object) -> None:
     raise OSError("copies are lost")
 
 
 TROUBLES = (
     *(interrupted, other_dtype, other_settings, buffers_by_any_name, staging_fails),
+    *(leaves_apart, a_stager_that_nobody_waits_for),
     *(group_gone, one_rank_raises, before_the_first_step, disk_full_once, last_save_fails),
     *(
         cut_off_before,
