@@ -18,7 +18,8 @@ from benchmarks import measuring
 from benchmarks.workloads import HOST_BOUND, compile_blocks, rising_rate, shard
 from overlap_recipes.checkpoint import Saves, TrainingState
 from overlap_recipes.checkpoint.hub_folder import give_memory, load_folder
-from overlap_recipes.checkpoint.kept import Checkpoint, load_newest
+from overlap_recipes.checkpoint.kept import Checkpoint
+from overlap_recipes.checkpoint.loading import load_newest
 from overlap_recipes.checkpoint.stores.directory import Directory
 
 STEP = 1  # the name of the checkpoint

@@ -237,7 +237,7 @@ def torch_checkpointing_manager() -> object:
 
 
 PARTS = {
-    "choose_s": (kept, "choose"),
+    "choose_s": (loading, "choose"),
     "state_dict_s": (loading.Fit, "look"),
     "dcp_load_s": (dcp, "load"),
     "broadcast_s": (shared_reads.SharedReads, "send"),
@@ -247,7 +247,7 @@ PARTS = {
 
 def resume(job: Job, directory: Path) -> dict:
     store = Directory(directory.parent)
-    return resumed_in_parts(job, kept.load_newest, {"run": job.run}, store, None, ())
+    return resumed_in_parts(job, loading.load_newest, {"run": job.run}, store, None, ())
 
 
 def resumed_in_parts(job: Job, call: Callable, *arguments: object) -> dict:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from overlap_recipes.checkpoint.kept import Checkpoint, load_newest
+from overlap_recipes.checkpoint.kept import Checkpoint
+from overlap_recipes.checkpoint.loading import load_newest
 from overlap_recipes.checkpoint.saves import Saves, is_end_of_job
 from overlap_recipes.checkpoint.stores import store_of
 from overlap_recipes.checkpoint.stores.directory import Directory

@@ -2,7 +2,9 @@
 
     python tools/house.py [FOLDER]    # another checkout, to compare with
 
-Reads files as text; imports nothing of them.
+Reads files as text; imports nothing of them. A package inside, such as ``state``, counts as one
+floor of that chain, whatever rooms it has: a reader may take it for one thing. Its own chain, from
+its ``__init__`` on, is printed apart. What a function imports when it is called does not count.
 """
 
 import ast
@@ -40,22 +42,46 @@ def imports_of(file: Path, root: Path) -> set[Path]:
             base = base.parent
         if node.module:
             base = base.joinpath(*node.module.split("."))
-        candidates = [base.with_suffix(".py"), base / "__init__.py"]
-        candidates += [base / f"{alias.name}.py" for alias in node.names]
-        for candidate in candidates:
-            if candidate.is_file() and root in candidate.parents:
-                found.add(candidate)
+        modules = [base / f"{alias.name}.py" for alias in node.names]
+        if not all(module.is_file() for module in modules):  # a name is one of the package itself
+            modules += [base.with_suffix(".py"), base / "__init__.py"]
+        for module in modules:
+            if module.is_file() and root in module.parents:
+                found.add(module)
     return found
 
 
-def longest_chain(file: Path, root: Path, above: tuple[Path, ...] = ()) -> tuple[Path, ...]:
-    """The longest row of modules, each of which imports the next, below ``file``."""
-    longest = (file,)
-    for other in imports_of(file, root):
-        if other != file and other not in above:
-            chain = (file, *longest_chain(other, root, (*above, file)))
-            longest = max(longest, chain, key=len)
+def floor_of(file: Path, root: Path) -> Path:
+    """The module ``file``; or the package below ``root`` that it is a room of."""
+    inside = file.relative_to(root)
+    return file if len(inside.parts) == 1 else root / inside.parts[0]
+
+
+def below(folder: Path) -> dict[Path, set[Path]]:
+    """What each floor of ``folder`` imports of the others: its modules, and whole packages."""
+    found: dict[Path, set[Path]] = {}
+    for file in folder.rglob("*.py"):
+        floor = floor_of(file, folder)
+        others = {floor_of(other, folder) for other in imports_of(file, folder)}
+        found[floor] = found.get(floor, set()) | others - {floor}
+    return found
+
+
+def longest_chain(
+    first: Path, floors: dict[Path, set[Path]], above: tuple[Path, ...] = ()
+) -> tuple[Path, ...]:
+    """The longest row of floors, each of which imports the next, from ``first`` on."""
+    longest = (first,)
+    for other in sorted(floors[first] - {*above}):
+        chain = (first, *longest_chain(other, floors, (*above, first)))
+        longest = max(longest, chain, key=len)
     return longest
+
+
+def show_chain(folder: Path, first: Path) -> None:
+    chain = longest_chain(first, below(folder))
+    names = " > ".join(floor.stem for floor in chain)
+    print(f"{len(chain) - 1} below {first.stem} in the longest chain of {folder.name}: {names}")
 
 
 def definitions(folder: Path) -> Counter[str]:
@@ -88,9 +114,9 @@ def main() -> None:
             shown = f"largest {lines(largest)} {largest.relative_to(root)}"
             print(f"{sum(map(lines, files)):6} lines, {len(files):3} files  {room:16} {shown}")
     checkpoint = root / "overlap_recipes" / "checkpoint"
-    chain = longest_chain(checkpoint / "manager.py", checkpoint)
-    names = " > ".join(file.relative_to(checkpoint).with_suffix("").as_posix() for file in chain)
-    print(f"{len(chain) - 1} modules below the manager in the longest chain: {names}")
+    show_chain(checkpoint, checkpoint / "manager.py")
+    for door in sorted(checkpoint.glob("*/__init__.py")):
+        show_chain(door.parent, door)
     counted = definitions(root / "overlap_recipes")
     twice = sorted(name for name, modules in counted.items() if modules > 1)
     print(f"{len(counted)} open names, {len(twice)} of them in several modules: {', '.join(twice)}")

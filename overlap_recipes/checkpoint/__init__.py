@@ -5,7 +5,7 @@
 ``export`` and ``hub_folder`` are modules of their own: import them by name.
 """
 
-from .digests import DamagedCheckpoint
+from .checked_files import DamagedCheckpoint
 from .loading import load
 from .manager import CheckpointManager
 from .preemption import AGAIN, Preemption

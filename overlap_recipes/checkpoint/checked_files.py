@@ -1,21 +1,225 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, overlap_recipes/checkpoint/checked_files.py
-"""Files of a checkpoint whose bytes are compared with the digests of the save as they are read."""
+"""Files of a checkpoint, and digests of their blocks: who reads a part can check what came.
 
+A block's digest is its CRC-32: 1.9 GB/s on one core of an AMD EPYC. Of the standard library's
+digests only Adler-32 is faster there (2.25), and it takes more kinds of damage for the original.
+SHA-1 and SHA-256 make 1.5 GB/s with the processor's instructions for them, BLAKE2 and MD5 .5.
+"""
+
+import hashlib
 import io
+import json
 import os
-from collections.abc import Iterator
+import pickle
+import re
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from .digests import DamagedCheckpoint, Digests, Manifests
-from .metadata import unpickled_metadata
-
+BLOCK = 1 << 20  # bytes of a file that have one digest
+MANIFEST = "manifest.{}.json"  # of each rank, in each checkpoint: its files, sizes, digests
+IS_MANIFEST = re.compile(r"manifest\.\d+\.json")
+OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
+Open = Callable[[str], BinaryIO]  # a file of a checkpoint, by its name
 METADATA = ".metadata"
 PIECE = 8 << 20  # bytes that are read at a time; a multiple of a digest's block
+FIELDS = 5  # of a tensor's properties up to torch 2.14; 2.15 has added the strides
+
+
+class DamagedCheckpoint(RuntimeError):
+    """A file of a checkpoint is not as it was saved."""
+
+
+@dataclass(frozen=True)
+class Digests:
+    """The digests of a file.
+
+    Attributes:
+        nbytes: of the file.
+        block: bytes that have one digest; the last block is shorter.
+        sums: one for each block.
+    """
+
+    nbytes: int
+    block: int
+    sums: array
+
+    def check(self, name: str, begin: int, data: memoryview) -> None:
+        """Compare ``data``, whole blocks of the file ``name`` from ``begin`` on.
+
+        Raises:
+            DamagedCheckpoint: they are others.
+        """
+        for at in range(0, len(data), self.block):
+            content = data[at : at + self.block]
+            if zlib.crc32(content) != self.sums[(begin + at) // self.block]:
+                first = begin + at
+                last = first + len(content)
+                raise DamagedCheckpoint(f"{name}: bytes {first} to {last} are not as saved")
+
+
+class Digesting:
+    """Makes digests of a file's bytes as they pass."""
+
+    def __init__(self) -> None:
+        self.sums = array("I")  # of the blocks that are complete
+        self.nbytes = 0
+        self.crc = 0  # of the block that is not
+
+    def add(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            part = data[at : at + BLOCK - self.nbytes % BLOCK]
+            self.crc = zlib.crc32(part, self.crc)
+            self.nbytes += len(part)
+            at += len(part)
+            if self.nbytes % BLOCK == 0:
+                self.sums.append(self.crc)
+                self.crc = 0
+
+    def described(self) -> dict[str, object]:
+        """What a manifest says of the file."""
+        sums = [*self.sums]
+        if self.nbytes % BLOCK:
+            sums.append(self.crc)
+        text = " ".join(f"{number:x}" for number in sums)
+        return {"bytes": self.nbytes, "block": BLOCK, "crc32": text}
+
+
+def described(stream: BinaryIO) -> dict[str, object]:
+    """What a manifest says of the file that ``stream`` reads."""
+    found = Digesting()
+    while data := stream.read(BLOCK):
+        found.add(memoryview(data))
+    return found.described()
+
+
+def faults(sizes: dict[str, int], open_file: Open, every_byte: bool = False) -> list[str]:
+    """What is wrong with a checkpoint, one line per file; [] if it is complete.
+
+    Args:
+        sizes: of the files that are there.
+        every_byte: compare digests, too.
+    """
+    try:
+        manifests = [read_manifest(name, open_file) for name in manifests_among(sizes)]
+        files = {name: what for part in manifests for name, what in part["files"].items()}
+        ranks = {part["ranks"] for part in manifests}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"a manifest cannot be read: {error!r}"]
+    if ranks != {len(manifests)}:
+        return [f"{len(manifests)} manifests, of a job of {ranks or 'no'} ranks"]
+    found = []
+    for name, expected in files.items():
+        if name not in sizes:
+            found.append(f"{name}: missing")
+        elif sizes[name] != expected.get("bytes"):
+            found.append(f"{name}: {sizes[name]} bytes, not {expected.get('bytes')}")
+        elif every_byte and has_changed(name, open_file, expected):
+            found.append(f"{name}: its content has changed")
+    return found
+
+
+def manifests_among(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if IS_MANIFEST.fullmatch(name))
+
+
+def has_changed(name: str, open_file: Open, what: dict) -> bool:
+    """Whether the content of the file is another than a manifest says."""
+    with open_file(name) as stream:
+        if "crc32" in what:
+            return described(stream) != what
+        return hashlib.file_digest(stream, "sha256").hexdigest() != what["sha256"]
+
+
+def digests_of(what: dict) -> Digests | None:
+    """The digests in what a manifest says of a file; None in a manifest of earlier versions."""
+    if "crc32" not in what:
+        return None
+    sums = array("I", [int(number, 16) for number in what["crc32"].split()])
+    nbytes, block = int(what["bytes"]), int(what["block"])
+    if len(sums) != -(-nbytes // block):
+        raise ValueError(f"{len(sums)} digests for {nbytes} bytes")
+    return Digests(nbytes, block, sums)
+
+
+def manifest_text(ranks: int, files: dict[str, dict]) -> str:
+    """A manifest, with a digest of itself."""
+    content = {"ranks": ranks, "files": files}
+    return json.dumps({**content, "sha256": digest_of(content)}, indent=1)
+
+
+def digest_of(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def read_manifest(name: str, open_file: Open) -> dict:
+    """The manifest ``name``: ``ranks``, and ``files`` by their names.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it has changed since it was written.
+    """
+    with open_file(name) as stream:
+        content = json.loads(stream.read())
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} is no manifest")
+    digest = content.pop("sha256", None)
+    if set(content) != {"ranks", "files"} or not isinstance(content["files"], dict):
+        raise ValueError(f"{name} is no manifest")
+    if digest is None and any("crc32" in what for what in content["files"].values()):
+        raise ValueError(f"{name} has lost its digest")
+    if digest is not None and digest != digest_of(content):
+        raise ValueError(f"{name} is not as saved")
+    return content
+
+
+class Manifests:
+    """The manifests of a checkpoint, each read when one of its files is.
+
+    Args:
+        place: of the checkpoint, for messages.
+        names: of its files.
+        open_file: opens one of them.
+
+    Attributes:
+        are_there: whether the checkpoint has manifests at all.
+    """
+
+    def __init__(self, place: str, names: Iterable[str], open_file: Open) -> None:
+        self.place = place
+        self.open_file = open_file
+        self.are_there = bool(manifests_among(names))
+        self.files: dict[str, dict[str, dict]] = {}  # by manifest, by file
+
+    def digests(self, name: str) -> Digests | None:
+        """Those of the file ``name``; None if the save has written none.
+
+        Raises:
+            DamagedCheckpoint: a manifest is missing or has changed.
+        """
+        if not self.are_there:
+            return None
+        of_rank = OF_RANK.fullmatch(name)
+        manifest = MANIFEST.format(of_rank.group(1) if of_rank else 0)
+        try:
+            if manifest not in self.files:
+                self.files[manifest] = read_manifest(manifest, self.open_file)["files"]
+            what = self.files[manifest][name]
+            return digests_of(what)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{self.place}/{manifest}, for {name}: {error!r}") from error
+
+
+# -- files that are read in parts
 
 
 class OpenFile:
@@ -132,6 +336,32 @@ class CheckedFiles(FileSystem):
 def manifests_in(directory: Path) -> Manifests:
     names = [path.name for path in directory.glob("*")]
     return Manifests(str(directory), names, lambda name: (directory / name).open("rb"))
+
+
+# -- the list of contents
+
+
+class AnyProperties(TensorProperties):
+    """Takes the properties of a tensor from a later torch than this one, too."""
+
+    def __setstate__(self, state: tuple) -> None:
+        try:
+            super().__setstate__(state)
+        except ValueError:  # this torch knows fewer
+            super().__setstate__(state[:FIELDS])
+        self.__class__ = TensorProperties
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) == (TensorProperties.__module__, TensorProperties.__qualname__):
+            return AnyProperties
+        return super().find_class(module, name)
+
+
+def unpickled_metadata(data: bytes) -> Metadata:
+    """The list of contents that ``data``, a file ``.metadata``, holds."""
+    return MetadataUnpickler(io.BytesIO(data)).load()
 
 
 def metadata_of(path: str, data: bytes, manifests: Manifests) -> Metadata:

@@ -20,8 +20,8 @@ from .export_names import Part, for_transformers, weights
 from .saves import Saves
 from .state import is_made_of_tensors
 from .stores.directory import Folder
-from .stores.store import Target
 from .talk import Talk
+from .writing import Target
 
 __all__ = ["Exports", "Part", "SafetensorsWriter", "convert", "for_transformers", "weights"]
 

@@ -3,6 +3,7 @@
 """What of a checkpoint goes where in a job, and what does not fit."""
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +17,8 @@ from .state.contents import Contents, described, differences, spec_of
 from .state.differing import otherwise_here
 from .state.optimizers import SavedGroup, wrong_groups
 from .state.state import NOT_LOADED, TAKEN, TrainingState
-from .state.tensor_classes import Flattened, in_parts, unpack_flattened
 from .state.trained import States
-from .state.trees import element, in_dicts_like, put, shard_of, with_numbers
+from .state.trees import Flattened, in_parts, shard_of, unpack_flattened
 
 _EXTRA = "_extra_state"  # the end of a module's name for it
 Path = tuple[str | int, ...]
@@ -386,3 +386,67 @@ def _room_of_part(stored: TensorStorageMetadata, parameter: DTensor) -> torch.Te
     device = parameter._local_tensor.device
     part = torch.empty(shape, dtype=stored.properties.dtype, device=device)
     return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
+
+
+# -- what stands at a path
+
+
+def element(tree: object, path: Iterable[str | int]) -> object:
+    """What is at ``path``, whose names may be of numbers; None if there is nothing."""
+    for key in path:
+        if isinstance(tree, dict):
+            names = {str(own): own for own in tree} if key not in tree else {key: key}
+            if key not in names:
+                return None
+            tree = tree[names[key]]
+        elif isinstance(tree, list) and isinstance(key, int) and key < len(tree):
+            tree = tree[key]
+        else:
+            return None
+    return tree
+
+
+def put(tree: object, path: tuple[str | int, ...], value: object) -> None:
+    """Set what is at ``path``; dicts are made for names and lists for numbers."""
+    for key, following in zip(path, path[1:], strict=False):
+        fresh: dict | list = [] if isinstance(following, int) else {}
+        if isinstance(tree, list):
+            while len(tree) <= key:
+                tree.append(None)
+            if tree[key] is None:
+                tree[key] = fresh
+        else:
+            tree.setdefault(key, fresh)
+        tree = tree[key]
+    last = path[-1]
+    if isinstance(tree, list):
+        while len(tree) <= last:
+            tree.append(None)
+    tree[last] = value
+
+
+def with_numbers(tree: object, path: tuple, numbers: set[tuple]) -> object:
+    """``tree`` with the keys at the paths ``numbers`` as numbers."""
+    if isinstance(tree, dict):
+        found = {}
+        for key, value in tree.items():
+            here = (*path, key)
+            inner = with_numbers(value, here, numbers)
+            found[int(key) if here in numbers else key] = inner
+        return found
+    if isinstance(tree, list) and numbers:
+        return [with_numbers(value, (*path, n), numbers) for n, value in enumerate(tree)]
+    return tree
+
+
+def in_dicts_like(own: object, tree: object) -> object:
+    """``tree`` with its dicts of the classes that they have in ``own``."""
+    if not isinstance(tree, dict) or not isinstance(own, dict):
+        return tree
+    found = {key: in_dicts_like(own.get(key), value) for key, value in tree.items()}
+    if type(own) is dict:
+        return found
+    like_own = copy(own)
+    like_own.clear()
+    like_own.update(found)
+    return like_own

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, overlap_recipes/checkpoint/kept.py
-"""When a checkpoint counts, in any store: what is refused, which one is resumed, which stay."""
+"""When a checkpoint counts, in any store: what is refused, and which stay."""
 
 import logging
-from collections.abc import Iterable
-from functools import partial
 
-from torch.distributed.checkpoint.api import CheckpointException
-
-from ..ranks import on_all_ranks, on_first_rank
-from .digests import MANIFEST, DamagedCheckpoint, manifest_text
-from .loading import load
-from .stores.store import Sink, Store, name_of
+from .checked_files import MANIFEST, manifest_text
+from .stores.store import Store, name_of
+from .writing import Sink
 
 LOG = logging.getLogger(__name__)
 
@@ -113,132 +108,6 @@ def left_out(store: Store, keep_last: int, keep_every: int) -> list[int]:
     whole = [step for step in store.steps() if not store.wrong(step)]
     older = whole[keep_last:]
     return [step for step in older if not keep_every or step % keep_every]
-
-
-# -- which one is resumed
-
-
-def load_newest(
-    states: dict[str, object], store: Store, step: int | None, skip: Iterable[str]
-) -> int | None:
-    """Load the newest checkpoint that is as it was saved, or that of ``step``; all ranks call it.
-
-    A newer one that turns out to be damaged while it is read is set aside, but the last stays: a
-    job that is started again would begin anew otherwise.
-
-    Returns:
-        Its step, the same on all ranks; None if there is none.
-    """
-    while True:
-        chosen = choose(store, step)
-        if chosen is None:
-            return None
-        try:
-            load(states, store.reader(chosen), skip=skip)
-        except (DamagedCheckpoint, CheckpointException) as error:
-            damage = damage_of(error)
-            if damage is None:
-                raise
-            if step is not None:
-                raise damage from error
-            if not has_older(store, chosen):
-                raise nothing_older(name_of(chosen), damage) from error
-        else:
-            return chosen
-        LOG.error("%s is damaged, an older one is loaded: %s", name_of(chosen), damage)
-        on_first_rank(partial(store.set_aside, chosen, "set-aside"))
-
-
-def choose(store: Store, step: int | None = None) -> int | None:
-    """The step to resume from, the same on all ranks; None if there is no checkpoint.
-
-    Names and sizes are looked at; the load checks the bytes that it reads. Newer ones are set
-    aside.
-
-    Raises:
-        RuntimeError: the store cannot be read; a rank does not see this checkpoint, or sees another
-            content.
-        DamagedCheckpoint: there are checkpoints, and none is complete; they stay where they are.
-    """
-    chosen = step
-    if step is None:
-        chosen = on_first_rank(partial(newest_whole, store))
-    if chosen is None:
-        return None
-    wrong_by_rank = on_all_ranks(partial(seen_wrong, store, chosen))
-    if any(wrong_by_rank):
-        raise RuntimeError(f"step {chosen} is not whole, by rank: {dict(enumerate(wrong_by_rank))}")
-    on_first_rank(partial(set_newer_aside, store, chosen))
-    return chosen
-
-
-def newest_whole(store: Store) -> int | None:
-    """The newest step whose checkpoint is complete, by names and sizes; None if there is nothing.
-
-    Raises:
-        DamagedCheckpoint: there are checkpoints, and none is complete.
-        RuntimeError: the store cannot be read.
-    """
-    try:
-        there = store.steps()
-        newest_wrong: list[str] = []
-        for step in there:
-            wrong = store.wrong(step)
-            if not wrong:
-                return step
-            newest_wrong = newest_wrong or wrong
-    except Exception as error:  # whatever a store raises
-        raise RuntimeError(f"cannot resume from {store.root}: {error}") from error
-    if not there:
-        return None
-    raise nothing_older(f"{store.root}/{name_of(there[0])}", "; ".join(newest_wrong))
-
-
-def nothing_older(name: str, damage: object) -> DamagedCheckpoint:
-    return DamagedCheckpoint(
-        f"{name}: {damage}; there is no older checkpoint. To begin anew, remove it or take another "
-        f"root"
-    )
-
-
-def seen_wrong(store: Store, step: int) -> list[str]:
-    """What this rank sees that is wrong with the checkpoint of ``step``."""
-    there = store.steps()
-    if step not in there:
-        return [f"there is none, only {there}"]
-    return store.wrong(step)
-
-
-def set_newer_aside(store: Store, step: int) -> None:
-    for newer in store.steps():
-        if newer > step:
-            store.set_aside(newer, "set-aside")
-            LOG.warning("%s is set aside: newer than what is resumed", name_of(newer))
-
-
-def has_older(store: Store, step: int) -> bool:
-    """Whether there is a complete checkpoint before that of ``step``; the same on all ranks."""
-
-    def has_one() -> bool:
-        for older in store.steps():
-            if older < step and not store.wrong(older):
-                return True
-        return False
-
-    return on_first_rank(has_one)
-
-
-def damage_of(error: BaseException) -> DamagedCheckpoint | None:
-    """What is damaged, if that is all that made a load fail; the same on all ranks."""
-    if isinstance(error, DamagedCheckpoint):
-        return error
-    damages = []
-    for rank in sorted(error.failures):
-        failure, _ = error.failures[rank]
-        if not isinstance(failure, DamagedCheckpoint):
-            return None
-        damages.append(failure)
-    return damages[0] if damages else None
 
 
 # -- for people

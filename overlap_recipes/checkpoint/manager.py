@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .forgotten import Forgotten
-from .kept import Checkpoint, check_kept, load_newest
+from .kept import Checkpoint, check_kept
+from .loading import load_newest
 from .preemption import AGAIN, Preemption
 from .saves import Saves, is_end_of_job
 from .state import DifferingRanks, TrainingState

@@ -23,11 +23,18 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from ..page_locked import PageLocked
-from .checked_files import METADATA, PIECE, CheckedFiles, OpenFile, manifests_in, metadata_of
+from .checked_files import (
+    METADATA,
+    PIECE,
+    CheckedFiles,
+    DamagedCheckpoint,
+    OpenFile,
+    manifests_in,
+    metadata_of,
+    unpickled_metadata,
+)
 from .crew import share
-from .digests import DamagedCheckpoint
 from .entries import Place, place_of
-from .metadata import unpickled_metadata
 
 LOG = logging.getLogger(__name__)
 THREADS = 8  # sixteen with half the piece were slower on two H100s of one host

@@ -18,10 +18,9 @@ from .preparation import Preparation
 from .staging import Staging
 from .state import PASS_PER_RANK, read, refuse_differing, shared_digests
 from .stores.directory import Folder
-from .stores.store import Target
 from .talk import Talk
 from .writer import FILES, FileWriter
-from .writing import Job, Writer, Writing, garbage_collection_paused, staged
+from .writing import Job, Target, Writer, Writing, garbage_collection_paused, staged
 
 LOG = logging.getLogger(__name__)
 EXIT_S = 30.0  # how long the end of the block waits for a write after an exception

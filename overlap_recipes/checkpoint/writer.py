@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from .copies import form
 from .state import SMALL, is_staged, shard_of
-from .stores.store import Target
 from .talk import Talk
+from .writing import Target
 
 # Private by name: ``_StorageInfo``. ``.metadata`` is made of it, and DCP's reader expects it.
 

@@ -5,7 +5,7 @@
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,11 +24,63 @@ from .state import (
     refuse_differing,
     walk,
 )
-from .stores.store import Target
 from .talk import Talk
 
 LOG = logging.getLogger(__name__)
 FEWEST_THREADS = 2  # that write, unless a save comes before the one before it is written
+
+
+class Sink(Protocol):
+    """A file that is being written: a context manager, at whose end the storage has the file.
+
+    If the block raises, there is no file, or one that nobody takes for whole.
+    """
+
+    def __enter__(self) -> "Sink": ...
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
+
+    def write(self, nbytes: int, buffers: Sequence) -> None:
+        """Add ``buffers``, which have so many bytes together."""
+
+    def described(self) -> dict[str, object]:
+        """What a manifest says of the file: bytes and digests. Behind the block."""
+
+
+class Target(Protocol):
+    """Where one save of all ranks goes; trainers and exports bring their own.
+
+    The thread that writes calls it. If a rank fails, all learn of it after each step.
+
+    Attributes:
+        name: what is saved, for messages; the same on all ranks.
+        place: where this save is written until it is complete, a path or a URL.
+    """
+
+    name: str
+    place: str
+
+    def begin(self, nbytes: int) -> str:
+        """On rank 0, before anything is written: refuse, or make room; return the place."""
+
+    def join(self, place: str) -> None:
+        """On all ranks: write to ``place``, which rank 0 has made."""
+
+    def create(self, name: str) -> Sink:
+        """Begin the file ``name``, which no other rank writes."""
+
+    def finish(self, rank: int, ranks: int) -> dict[str, int]:
+        """On all ranks, when this one has written its files: their names and sizes."""
+
+    def commit(self, files: dict[str, int]) -> None:
+        """On rank 0, when all ranks have finished: give the save its name.
+
+        Args:
+            files: what all ranks have written.
+        """
+
+    def abort(self) -> None:
+        """On rank 0, when the save has failed before its commit, and no rank writes any more."""
 
 
 class Writer(Protocol):

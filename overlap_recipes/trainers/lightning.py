@@ -20,9 +20,9 @@ from ..checkpoint.preparation import AskedLater
 from ..checkpoint.reader import Reader
 from ..checkpoint.saves import Saves
 from ..checkpoint.state import digest
-from ..checkpoint.stores.store import Target
 from ..checkpoint.talk import Talk
 from ..checkpoint.writer import FileWriter
+from ..checkpoint.writing import Target
 
 LOADS_SHARDS = "lightning.fabric.strategies.model_parallel._distributed_checkpoint_load"
 REST = "rest_of_ranks"  # what Lightning keeps in meta.pt, of each rank

@@ -22,9 +22,9 @@ from ..checkpoint.preparation import AskedLater
 from ..checkpoint.reader import Reader
 from ..checkpoint.saves import Saves
 from ..checkpoint.stores.directory import Folder
-from ..checkpoint.stores.store import Target
 from ..checkpoint.talk import Talk
 from ..checkpoint.writer import FileWriter
+from ..checkpoint.writing import Target
 
 STOCK_READER = "torch.distributed.checkpoint.FileSystemReader"  # accelerate makes one a load
 

@@ -177,7 +177,7 @@ def save_both(job: Job, root: Path) -> list[Path]:
 #    :language: python
 #    :pyobject: OpenFile.read_into
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/digests.py
+# .. literalinclude:: /overlap_recipes/checkpoint/checked_files.py
 #    :language: python
 #    :pyobject: Digests.check
 #

@@ -118,7 +118,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import dropout
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from overlap_recipes.checkpoint.stores.store import Target
+from overlap_recipes.checkpoint.writing import Target
 from overlap_recipes.ranks import start_rank
 from overlap_recipes.trainers.lightning import LightningFiles, OverlappedStrategy
 

@@ -97,7 +97,7 @@ from torch.distributed.fsdp import fully_shard
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
-from overlap_recipes.checkpoint.stores.store import Target
+from overlap_recipes.checkpoint.writing import Target
 from overlap_recipes.ranks import start_rank
 from overlap_recipes.trainers.torchtitan import OverlappedCheckpointManager
 

@@ -133,7 +133,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from overlap_recipes.checkpoint import Saves
-from overlap_recipes.checkpoint.stores.store import Target
+from overlap_recipes.checkpoint.writing import Target
 from overlap_recipes.ranks import start_rank
 from overlap_recipes.trainers.transformers import OverlappedTrainer, TrainerFiles, save_state
 

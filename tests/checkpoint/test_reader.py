@@ -28,8 +28,8 @@ from overlap_recipes.checkpoint import (
     entries,
     reader,
 )
-from overlap_recipes.checkpoint.digests import BLOCK, read_manifest
-from overlap_recipes.checkpoint.kept import choose, load_newest
+from overlap_recipes.checkpoint.checked_files import BLOCK, read_manifest
+from overlap_recipes.checkpoint.loading import choose, load_newest
 from overlap_recipes.checkpoint.stores.directory import Directory
 from overlap_recipes.checkpoint.stores.store import step_of
 from rankproof.run import run

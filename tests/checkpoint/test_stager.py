@@ -22,9 +22,9 @@ from overlap_recipes.checkpoint.copies import Copies, CopyPlan, PinnedArena
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState, is_staged, read
 from overlap_recipes.checkpoint.stores.directory import Folder
-from overlap_recipes.checkpoint.stores.store import Target
 from overlap_recipes.checkpoint.talk import Talk
 from overlap_recipes.checkpoint.writer import FileWriter, memory_of
+from overlap_recipes.checkpoint.writing import Target
 
 ONE_RANK = [
     "a_buffer_is_not_filled_while_it_is_written",

@@ -25,10 +25,14 @@ from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
 from overlap_recipes.checkpoint import staging as staging_module  # noqa: E402
 from overlap_recipes.checkpoint.copies import PinnedArena  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
-from overlap_recipes.checkpoint.stores.store import Target  # noqa: E402
 from overlap_recipes.checkpoint.talk import Talk  # noqa: E402
 from overlap_recipes.checkpoint.writer import FileWriter  # noqa: E402
-from overlap_recipes.checkpoint.writing import Begun, Job, Writing  # noqa: E402
+from overlap_recipes.checkpoint.writing import (  # noqa: E402
+    Begun,
+    Job,
+    Target,  # noqa: E402
+    Writing,
+)
 
 basic.WIDTH, basic.HIDDEN = 16, 64
 

@@ -22,8 +22,8 @@ from raising import raised  # noqa: E402
 
 from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
-from overlap_recipes.checkpoint.stores.store import Target  # noqa: E402
 from overlap_recipes.checkpoint.writer import FileWriter  # noqa: E402
+from overlap_recipes.checkpoint.writing import Target  # noqa: E402
 
 warnings.filterwarnings("ignore")
 FULL = OSError(28, "No space left on device")

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa
 
 from overlap_recipes.checkpoint import writer  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
-from overlap_recipes.checkpoint.stores.store import Target  # noqa: E402
 from overlap_recipes.checkpoint.writer import FileWriter  # noqa: E402
+from overlap_recipes.checkpoint.writing import Target  # noqa: E402
 
 # Gloo gathers no float8, DCP loads no sparse tensor and takes long for thousands.
 NOT_FOR_THE_HARNESS = ("all_kinds", "sparse", "many_tensors", "exchanged")

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faults import edits, job  # noqa: I001 (its import finds the recipes)
 
 from kept_saves import KeptSaves, newest_step
-from overlap_recipes.checkpoint.kept import choose
+from overlap_recipes.checkpoint.loading import choose
 from overlap_recipes.checkpoint.stores.directory import POINTER, Directory
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

@@ -41,7 +41,7 @@ def train(root: Path, model_name: str, struck: str) -> int:
     from _toys import start_rank
     from kept_saves import KeptSaves, resume
 
-    from overlap_recipes.checkpoint import TrainingState, kept, preemption
+    from overlap_recipes.checkpoint import TrainingState, loading, preemption
 
     leaving = preemption.Preemption(grace_s=60)
     note(root, "started", STARTED)
@@ -54,14 +54,14 @@ def train(root: Path, model_name: str, struck: str) -> int:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 100))
         run = TrainingState(model, optimizer, schedule=schedule)
         note(root, "built")
-        choose = kept.choose
+        choose = loading.choose
 
         def chosen(*args) -> int | None:
             step = choose(*args)
             note(root, "chosen")
             return step
 
-        kept.choose = chosen
+        loading.choose = chosen
         resume({"run": run}, root)
         note(root, "loaded")
         first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and run.step == 0

@@ -20,8 +20,7 @@ from .alike import (
 )
 from .names import WRAPPERS, prefixes_of_ddp
 from .state import TrainingState, read
-from .tensor_classes import is_made_of_tensors
-from .trees import is_staged, shard_of, walk
+from .trees import is_made_of_tensors, is_staged, shard_of, walk
 
 __all__ = [
     "PASS_PER_RANK",

@@ -8,8 +8,7 @@ from functools import cache
 
 import torch
 
-from .tensor_classes import is_made_of_tensors, is_sparse
-from .trees import shard_of
+from .trees import is_made_of_tensors, is_sparse, shard_of
 
 _FORMAT = 3  # of 0.3.0; 2 lacks ``frozen``, ``ties`` and ``kinds``, and digests are of another sum
 
@@ -121,3 +120,26 @@ def differences(saved: dict[str, str], here: dict[str, str]) -> list[str]:
         elif saved[name] != here[name]:
             found.append(f"  {name}: {here[name]}, saved {saved[name]}")
     return found
+
+
+def in_words(kind: object) -> str:
+    """A kind, for a message."""
+    if kind is None:
+        return "an object"
+    if isinstance(kind, dict):
+        ((name, inner),) = kind.items()
+        return f"{name} of {in_words(inner)}"
+    if isinstance(kind, list):
+        return f"{len(kind)} ({', '.join(map(in_words, kind))})"
+    return str(kind)
+
+
+def is_same_kind(saved: object, here: object) -> bool:
+    """Whether a state of the one may go into the other; what has no kind may be any."""
+    if saved is None or here is None:
+        return not isinstance(saved or here, list)
+    if isinstance(saved, list) and isinstance(here, list):
+        if len(saved) != len(here):
+            return False
+        return all(is_same_kind(one, other) for one, other in zip(saved, here, strict=True))
+    return saved == here

@@ -8,12 +8,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from .contents import Contents, described
+from .contents import Contents, described, in_words, is_same_kind
 from .frozen import digests_of_ranks, on_meta, own_sums
-from .items import in_words, is_same_kind
-from .tensor_classes import parts_of
 from .trained import States, Trained
-from .trees import shard_of
+from .trees import parts_of, shard_of
 
 LOG = logging.getLogger(__name__)
 

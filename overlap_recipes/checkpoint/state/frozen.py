@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...ranks import on_all_ranks, own_rank
-from .tensor_classes import parts_of
-from .trees import shard_of
+from .trees import parts_of, shard_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 1 << 64

@@ -143,26 +143,3 @@ def kind_of(item: Stateful) -> object:
             return {type(item).__name__: [kind_of(each) for each in inner]}
         return type(item).__name__
     return None
-
-
-def in_words(kind: object) -> str:
-    """A kind, for a message."""
-    if kind is None:
-        return "an object"
-    if isinstance(kind, dict):
-        ((name, inner),) = kind.items()
-        return f"{name} of {in_words(inner)}"
-    if isinstance(kind, list):
-        return f"{len(kind)} ({', '.join(map(in_words, kind))})"
-    return str(kind)
-
-
-def is_same_kind(saved: object, here: object) -> bool:
-    """Whether a state of the one may go into the other; what has no kind may be any."""
-    if saved is None or here is None:
-        return not isinstance(saved or here, list)
-    if isinstance(saved, list) and isinstance(here, list):
-        if len(saved) != len(here):
-            return False
-        return all(is_same_kind(one, other) for one, other in zip(saved, here, strict=True))
-    return saved == here

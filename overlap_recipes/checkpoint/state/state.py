@@ -20,15 +20,18 @@ from .items import as_stateful, kind_of, refuse_taken
 from .names import like
 from .optimizers import in_one_list, kind_of_steps, saved_groups, wrong_groups
 from .random_numbers import RandomNumbers
-from .tensor_classes import (
+from .trained import States, Trained
+from .trees import (
     has_parts,
     in_parts,
+    is_staged,
     joined,
     pack_flattened,
+    packed,
     unpack_flattened,
+    unpacked,
+    walk,
 )
-from .trained import States, Trained
-from .trees import is_staged, packed, unpacked, walk
 
 LOG = logging.getLogger(__name__)
 TAKEN = {"model", "optim", "has_state", PER_RANK, RECIPES}  # keys of a state

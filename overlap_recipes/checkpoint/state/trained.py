@@ -22,8 +22,7 @@ from .optimizers import (
     refuse_plain_tensors,
     take_group,
 )
-from .tensor_classes import Flattened
-from .trees import memory_of, shard_of, walk
+from .trees import Flattened, memory_of, shard_of, walk
 
 
 @dataclass

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..digests import described, faults
+from ..checked_files import described, faults
 from ..reader import Reader
 from .store import name_of, steps_of
 

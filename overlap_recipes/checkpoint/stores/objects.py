@@ -25,8 +25,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from ..checked_files import METADATA, CheckedFiles, OpenFile, metadata_of
-from ..digests import Digesting, Digests, Manifests, faults, manifests_among
+from ..checked_files import (
+    METADATA,
+    CheckedFiles,
+    Digesting,
+    Digests,
+    Manifests,
+    OpenFile,
+    faults,
+    manifests_among,
+    metadata_of,
+)
 from .store import name_of, steps_of
 
 try:

@@ -7,11 +7,13 @@ checkpoint counts. Which one is resumed, pruned or refused is decided above, for
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import torch.distributed.checkpoint as dcp
+
+from ..writing import Sink
 
 NAME = re.compile(r"step(0|[1-9][0-9]*)")
 
@@ -35,59 +37,6 @@ def steps_of(names: Iterable[str]) -> list[int]:
         if step is not None:
             found.append(step)
     return sorted(found, reverse=True)
-
-
-class Sink(Protocol):
-    """A file that is being written: a context manager, at whose end the storage has the file.
-
-    If the block raises, there is no file, or one that nobody takes for whole.
-    """
-
-    def __enter__(self) -> "Sink": ...
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
-
-    def write(self, nbytes: int, buffers: Sequence) -> None:
-        """Add ``buffers``, which have so many bytes together."""
-
-    def described(self) -> dict[str, object]:
-        """What a manifest says of the file: bytes and digests. Behind the block."""
-
-
-class Target(Protocol):
-    """Where one save of all ranks goes; trainers and exports bring their own.
-
-    The thread that writes calls it. If a rank fails, all learn of it after each step.
-
-    Attributes:
-        name: what is saved, for messages; the same on all ranks.
-        place: where this save is written until it is complete, a path or a URL.
-    """
-
-    name: str
-    place: str
-
-    def begin(self, nbytes: int) -> str:
-        """On rank 0, before anything is written: refuse, or make room; return the place."""
-
-    def join(self, place: str) -> None:
-        """On all ranks: write to ``place``, which rank 0 has made."""
-
-    def create(self, name: str) -> Sink:
-        """Begin the file ``name``, which no other rank writes."""
-
-    def finish(self, rank: int, ranks: int) -> dict[str, int]:
-        """On all ranks, when this one has written its files: their names and sizes."""
-
-    def commit(self, files: dict[str, int]) -> None:
-        """On rank 0, when all ranks have finished: give the save its name.
-
-        Args:
-            files: what all ranks have written.
-        """
-
-    def abort(self) -> None:
-        """On rank 0, when the save has failed before its commit, and no rank writes any more."""
 
 
 class Store(Protocol):
