@@ -51,17 +51,17 @@ soak: environment ## Strike saves TRIALS times (500), resume, and count what is 
 	@PYTHONPATH=tests $(PY) -m faults.soak --trials $(or $(TRIALS),500) --seed $(or $(SEED),1)
 
 installed: environment ## Install the harness into a bare environment and use it there (weekly)
-	@$(PY) tests/installed.py $(PIP_ARGS)
+	@$(PY) tools/installed.py $(PIP_ARGS)
 
 verify: environment ## Run the recipes on the accelerators present; write harness/verified/
-	@$(PY) tests/verify.py
+	@$(PY) tools/verify.py
 
 lint: environment ## Check style, spelling, the files of results, the size of rooms and pages
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m codespell_lib
 	@$(PY) -m benchmarks.first_tables
-	@$(PY) tests/sizes.py
+	@$(PY) tools/sizes.py
 	@if command -v actionlint >/dev/null; then actionlint; \
 	else echo "actionlint is not installed: .github/workflows is not checked"; fi
 
@@ -75,7 +75,7 @@ new-recipe: ## Start a recipe that passes at once: NAME=checkpoint/my_recipe
 	@echo "  $(PY) -m harness run recipes_source/$(NAME).py --ranks 2"
 
 linkcheck: html ## Check every internal link and anchor of the built pages; no network
-	@$(PY) tests/check_links.py _build/html
+	@$(PY) tools/check_links.py _build/html
 
 clean: ## Remove what was built; the environment stays, and so does what is yours in recipes/
 	@if [ -f recipes/.generated ]; then (cd recipes && xargs -d '\n' rm -f -- < .generated); rm -f recipes/.generated; fi

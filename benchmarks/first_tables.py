@@ -320,7 +320,7 @@ class RunOfRecipes:
 
 
 def runs_of_recipes(repo: Path) -> list[RunOfRecipes]:
-    """From the records of ``make verify`` on accelerators, then of ``tests/versions.py``."""
+    """From the records of ``make verify`` on accelerators, then of ``tools/versions.py``."""
     runs = []
     for path in sorted((repo / "harness" / "verified").glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))

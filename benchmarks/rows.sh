@@ -30,7 +30,7 @@ on_each_gpu() { on_ranks "$gpus" "$@"; }
 
 case $part in
 verify)
-    python tests/verify.py
+    python tools/verify.py
     python -m pytest -q tests/*/test_*_on_gpu.py
     ;;
 saves)

@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 REPO = TESTS.parent
-sys.path[:0] = [str(REPO), str(REPO / "_ext"), str(TESTS)]
+sys.path[:0] = [str(REPO), str(REPO / "_ext"), str(REPO / "tools"), str(TESTS)]
 import harness  # noqa: E402, F401 (puts rankproof on the path)
 
 pytest_plugins = ["rankproof.plugin"]  # --rankproof DIR judges that folder, nothing else

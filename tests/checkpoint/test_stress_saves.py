@@ -6,7 +6,7 @@ import pytest
 
 from rankproof.run import run
 
-SCRIPT = Path(__file__).parents[1] / "stress_saves.py"
+SCRIPT = Path(__file__).parents[2] / "tools" / "stress_saves.py"
 
 
 @pytest.mark.parametrize(

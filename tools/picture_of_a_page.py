@@ -1,4 +1,4 @@
-"""Take the picture that a link to the site shows elsewhere: ``python tests/picture_of_a_page.py``.
+"""Take the picture that a link to the site shows elsewhere: ``python tools/picture_of_a_page.py``.
 
 Needs Chromium, and the pages that ``make html`` has built. The picture shows the end of a recipe's
 code and what every rank printed.

@@ -1,6 +1,6 @@
 """Run recipes and proofs on the accelerators that are there, and write down what passed.
 
-    python tests/verify.py [--ranks 1 2 4] [--go-on]    # make verify
+    python tools/verify.py [--ranks 1 2 4] [--go-on]    # make verify
 
 Torch and the standard library are enough. The saves run behind queued work
 (``queue_work`` of ``tests/controls/gates.py``), which no CPU can imitate: a copy that is not

@@ -1,6 +1,6 @@
 """Print the statements of each room and of each recipe, and hold pages to their words of prose.
 
-    python tests/sizes.py            # exit status 1 if a page is over its ceiling
+    python tools/sizes.py            # exit status 1 if a page is over its ceiling
 
 There is no ceiling on code. What is drawn by a directive, tables, pictures and code, is no prose.
 """
@@ -21,6 +21,7 @@ ROOMS = {
     "_ext": "_ext/*.py",
     "benchmarks": "benchmarks/*.py",
     "tests": "tests/**/*.py",
+    "tools": "tools/*.py",
 }
 
 

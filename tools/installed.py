@@ -1,6 +1,6 @@
 """Build rankproof's wheel, install it into a bare environment, and use it there as anyone would.
 
-    python tests/installed.py [options of pip install]     # make installed
+    python tools/installed.py [options of pip install]     # make installed
 
 A folder of scripts is judged, by the command and by the pytest plugin, and a small gallery that
 knows nothing of this repository is built with three more lines in its ``conf.py``.

@@ -1,6 +1,6 @@
 """Check every internal link of built pages: the file is there, and the anchor in it. No network.
 
-``python tests/check_links.py _build/html``
+``python tools/check_links.py _build/html``
 """
 
 import sys

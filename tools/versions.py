@@ -1,6 +1,6 @@
 """Run every recipe on two ranks with the torch that is here; add what came to the record.
 
-    python tests/versions.py [--go-on] [--launcher torchrun]    # torch alone is enough for most
+    python tools/versions.py [--go-on] [--launcher torchrun]    # torch alone is enough for most
 
 README's table "What was run where" is drawn from ``guide/versions.json``, which this writes: a
 version at a time, on a CPU, never in CI. A recipe that failed beside other work of the machine is

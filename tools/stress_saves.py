@@ -1,7 +1,7 @@
 """Save a stock Llama again and again in a loop that does all that may disturb a save.
 
-    torchrun --nproc-per-node=2 tests/stress_saves.py --ways async_save --saves 200
-    python tests/stress_saves.py --ways overlapped --saves 20 --model llama-1b --layers 4 \\
+    torchrun --nproc-per-node=2 tools/stress_saves.py --ways async_save --saves 200
+    python tools/stress_saves.py --ways overlapped --saves 20 --model llama-1b --layers 4 \\
         --tokens 8192 --behind 1 --dir /dev/shm
 
 Between saves the loop reads scalars, pauses for random times, clips, follows a schedule, keeps an
