@@ -12,7 +12,7 @@ from .stores import store_of
 from .stores.directory import Directory
 
 
-def options_of(words: list[str]) -> argparse.Namespace:
+def _options_of(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m overlap_recipes.checkpoint")
     commands = parser.add_subparsers(dest="command", required=True)
     lists = commands.add_parser("list", help="names and sizes of the checkpoints below ROOT")
@@ -37,7 +37,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
 
 def main(words: list[str]) -> int:
     """Do what ``words`` ask for; return the exit code."""
-    options = options_of(words)
+    options = _options_of(words)
     if options.command == "prune":
         store = Directory(options.root)
         if not options.dry_run:

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 BLOCK = 1 << 20  # bytes of a file that have one digest
 MANIFEST = "manifest.{}.json"  # of each rank, in each checkpoint: its files, sizes, digests
-IS_MANIFEST = re.compile(r"manifest\.\d+\.json")
-OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
-Open = Callable[[str], BinaryIO]  # a file of a checkpoint, by its name
+_IS_MANIFEST = re.compile(r"manifest\.\d+\.json")
+_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
+_Open = Callable[[str], BinaryIO]  # a file of a checkpoint, by its name
 METADATA = ".metadata"
 PIECE = 8 << 20  # bytes that are read at a time; a multiple of a digest's block
-FIELDS = 5  # of a tensor's properties up to torch 2.14; 2.15 has added the strides
+_FIELDS = 5  # of a tensor's properties up to torch 2.14; 2.15 has added the strides
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -102,7 +102,7 @@ def described(stream: BinaryIO) -> dict[str, object]:
     return found.described()
 
 
-def faults(sizes: dict[str, int], open_file: Open, every_byte: bool = False) -> list[str]:
+def faults(sizes: dict[str, int], open_file: _Open, every_byte: bool = False) -> list[str]:
     """What is wrong with a checkpoint, one line per file; [] if it is complete.
 
     Args:
@@ -123,16 +123,16 @@ def faults(sizes: dict[str, int], open_file: Open, every_byte: bool = False) -> 
             found.append(f"{name}: missing")
         elif sizes[name] != expected.get("bytes"):
             found.append(f"{name}: {sizes[name]} bytes, not {expected.get('bytes')}")
-        elif every_byte and has_changed(name, open_file, expected):
+        elif every_byte and _has_changed(name, open_file, expected):
             found.append(f"{name}: its content has changed")
     return found
 
 
 def manifests_among(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if IS_MANIFEST.fullmatch(name))
+    return sorted(name for name in names if _IS_MANIFEST.fullmatch(name))
 
 
-def has_changed(name: str, open_file: Open, what: dict) -> bool:
+def _has_changed(name: str, open_file: _Open, what: dict) -> bool:
     """Whether the content of the file is another than a manifest says."""
     with open_file(name) as stream:
         if "crc32" in what:
@@ -140,7 +140,7 @@ def has_changed(name: str, open_file: Open, what: dict) -> bool:
         return hashlib.file_digest(stream, "sha256").hexdigest() != what["sha256"]
 
 
-def digests_of(what: dict) -> Digests | None:
+def _digests_of(what: dict) -> Digests | None:
     """The digests in what a manifest says of a file; None in a manifest of earlier versions."""
     if "crc32" not in what:
         return None
@@ -154,14 +154,14 @@ def digests_of(what: dict) -> Digests | None:
 def manifest_text(ranks: int, files: dict[str, dict]) -> str:
     """A manifest, with a digest of itself."""
     content = {"ranks": ranks, "files": files}
-    return json.dumps({**content, "sha256": digest_of(content)}, indent=1)
+    return json.dumps({**content, "sha256": _digest_of(content)}, indent=1)
 
 
-def digest_of(content: dict) -> str:
+def _digest_of(content: dict) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def read_manifest(name: str, open_file: Open) -> dict:
+def read_manifest(name: str, open_file: _Open) -> dict:
     """The manifest ``name``: ``ranks``, and ``files`` by their names.
 
     Raises:
@@ -177,7 +177,7 @@ def read_manifest(name: str, open_file: Open) -> dict:
         raise ValueError(f"{name} is no manifest")
     if digest is None and any("crc32" in what for what in content["files"].values()):
         raise ValueError(f"{name} has lost its digest")
-    if digest is not None and digest != digest_of(content):
+    if digest is not None and digest != _digest_of(content):
         raise ValueError(f"{name} is not as saved")
     return content
 
@@ -194,7 +194,7 @@ class Manifests:
         are_there: whether the checkpoint has manifests at all.
     """
 
-    def __init__(self, place: str, names: Iterable[str], open_file: Open) -> None:
+    def __init__(self, place: str, names: Iterable[str], open_file: _Open) -> None:
         self.place = place
         self.open_file = open_file
         self.are_there = bool(manifests_among(names))
@@ -208,13 +208,13 @@ class Manifests:
         """
         if not self.are_there:
             return None
-        of_rank = OF_RANK.fullmatch(name)
+        of_rank = _OF_RANK.fullmatch(name)
         manifest = MANIFEST.format(of_rank.group(1) if of_rank else 0)
         try:
             if manifest not in self.files:
                 self.files[manifest] = read_manifest(manifest, self.open_file)["files"]
             what = self.files[manifest][name]
-            return digests_of(what)
+            return _digests_of(what)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(f"{self.place}/{manifest}, for {name}: {error!r}") from error
 
@@ -282,7 +282,7 @@ class OpenFile:
         return first, min(last, max(self.nbytes, end))
 
 
-class CheckedFile(io.RawIOBase):
+class _CheckedFile(io.RawIOBase):
     """A file whose bytes are checked as they are read, for readers of a stream."""
 
     def __init__(self, file: OpenFile, name: str) -> None:
@@ -330,7 +330,7 @@ class CheckedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
         file = self.opened[Path(path).name]
-        yield io.BufferedReader(CheckedFile(file, "an entry"), buffer_size=file.block)
+        yield io.BufferedReader(_CheckedFile(file, "an entry"), buffer_size=file.block)
 
 
 def manifests_in(directory: Path) -> Manifests:
@@ -341,27 +341,27 @@ def manifests_in(directory: Path) -> Manifests:
 # -- the list of contents
 
 
-class AnyProperties(TensorProperties):
+class _AnyProperties(TensorProperties):
     """Takes the properties of a tensor from a later torch than this one, too."""
 
     def __setstate__(self, state: tuple) -> None:
         try:
             super().__setstate__(state)
         except ValueError:  # this torch knows fewer
-            super().__setstate__(state[:FIELDS])
+            super().__setstate__(state[:_FIELDS])
         self.__class__ = TensorProperties
 
 
-class MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if (module, name) == (TensorProperties.__module__, TensorProperties.__qualname__):
-            return AnyProperties
+            return _AnyProperties
         return super().find_class(module, name)
 
 
 def unpickled_metadata(data: bytes) -> Metadata:
     """The list of contents that ``data``, a file ``.metadata``, holds."""
-    return MetadataUnpickler(io.BytesIO(data)).load()
+    return _MetadataUnpickler(io.BytesIO(data)).load()
 
 
 def metadata_of(path: str, data: bytes, manifests: Manifests) -> Metadata:

@@ -20,7 +20,7 @@ from .state import shard_of
 # of storages.
 
 PIECE = 32 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
-LOCKED = 1 << 30  # bytes of an arena that are page-locked at a time: no copy crosses a multiple
+_LOCKED = 1 << 30  # bytes of an arena that are page-locked at a time: no copy crosses a multiple
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
@@ -29,7 +29,7 @@ class PinnedArena(PageLocked):
     """Page-locked host memory in which the tensors of a plan lie."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        super().__init__(nbytes, device, piece=LOCKED)
+        super().__init__(nbytes, device, piece=_LOCKED)
 
     def tensor(self, offset: int | None, like: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor with the shape and dtype of ``like``, ``offset`` bytes into it."""
@@ -39,7 +39,7 @@ class PinnedArena(PageLocked):
         return flat.view(like.shape)
 
 
-def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def _host_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh of type ``cpu`` over the process groups of ``mesh``."""
     names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
     groups = mesh.get_all_groups()
@@ -51,7 +51,7 @@ def form(tensor: DTensor) -> tuple:
     return tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride(), tensor.dtype
 
 
-class HostDTensors:
+class _HostDTensors:
     """Makes DTensors in host memory with the shards of those on a device.
 
     One mesh for all, .5 ms of the interpreter each, and one ``DTensor.from_local`` for all of one
@@ -73,24 +73,24 @@ class HostDTensors:
         if alike is not None:
             return DTensor(host, alike._spec, requires_grad=False)
         if mesh not in self.meshes:
-            self.meshes[mesh] = host_mesh(mesh)
+            self.meshes[mesh] = _host_mesh(mesh)
         shape = {"shape": tensor.shape, "stride": tensor.stride()}
         new = DTensor.from_local(host, self.meshes[mesh], tensor.placements, **shape)
         self.made[form(tensor)] = new
         return new
 
 
-def identity(x: torch.Tensor) -> tuple:
+def _identity(x: torch.Tensor) -> tuple:
     """A key that is equal for two shards of the same memory, as tied weights have."""
     memory = x.untyped_storage()._cdata, x.data_ptr()
     return memory, x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def layout(x: torch.Tensor) -> tuple:
-    return identity(shard_of(x)), getattr(x, "_spec", None)
+    return _identity(shard_of(x)), getattr(x, "_spec", None)
 
 
-Row = list[tuple[torch.Tensor, torch.Tensor]]
+_Row = list[tuple[torch.Tensor, torch.Tensor]]
 """Copies without a gap between them: pairs (target, source)."""
 
 
@@ -106,9 +106,9 @@ class Copies:
     """
 
     gap: tuple[torch.Tensor, torch.Tensor]
-    elsewhere: Row
-    in_place: list[Row]
-    from_copies: list[Row]
+    elsewhere: _Row
+    in_place: list[_Row]
+    from_copies: list[_Row]
 
     def queue(self, streams, stream) -> tuple:
         """Queue all on ``stream``, after what it waits for.
@@ -131,7 +131,7 @@ class Copies:
             copied.record(stream)
         return has_been_read, copied
 
-    def queue_rows(self, rows: list[Row]) -> None:
+    def queue_rows(self, rows: list[_Row]) -> None:
         """A stream of copies alone would hold the copy engine; the gap is the other engine's work.
 
         So whoever waits for a read of another stream waits for one row: without the gaps a loop
@@ -155,7 +155,7 @@ class CopyPlan:
 
     Attributes:
         nbytes: of the arena that it needs.
-        offsets: bytes in an arena, by ``identity``.
+        offsets: bytes in an arena, by ``_identity``.
         snapshots: pairs (snapshot, shard).
         small: the bytes of the shards that travel together, as ``pack``.
         in_place, from_copies: pairs (offset, bytes).
@@ -175,18 +175,18 @@ class CopyPlan:
         self.gap = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
         self.nbytes = ALIGNMENT  # the gap's place in the arena
         self.offsets: dict[tuple, int] = {}
-        self.host_dtensors = HostDTensors()
+        self.host_dtensors = _HostDTensors()
         self.elsewhere: list[torch.Tensor] = []
         self.snapshots: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.in_place: list[tuple[int, torch.Tensor]] = []
         self.from_copies: list[tuple[int, torch.Tensor]] = []
 
-        changing = storages(changed_by_forward)
-        unique = {identity(shard): shard for shard in self.shards if shard.numel()}
+        changing = _storages(changed_by_forward)
+        unique = {_identity(shard): shard for shard in self.shards if shard.numel()}
         small, large = [], []
         for shard in unique.values():
             if shard.device != self.gap.device:
-                self.offsets[identity(shard)] = self.place(shard.nbytes)
+                self.offsets[_identity(shard)] = self.place(shard.nbytes)
                 self.elsewhere.append(shard)
             elif shard.nbytes < SMALL:
                 small.append(shard)
@@ -195,11 +195,11 @@ class CopyPlan:
         self.place_small(small)
         for shard in sorted(large, key=lambda shard: shard.nbytes, reverse=True):
             offset = self.place(shard.nbytes)
-            self.offsets[identity(shard)] = offset
+            self.offsets[_identity(shard)] = offset
             if is_view(shard) or shard.untyped_storage().data_ptr() in changing:
-                self.from_copies.append((offset, as_bytes(self.snapshot(shard))))
+                self.from_copies.append((offset, _as_bytes(self.snapshot(shard))))
             else:
-                self.in_place.append((offset, as_bytes(shard)))
+                self.in_place.append((offset, _as_bytes(shard)))
 
     def place(self, nbytes: int) -> int:
         """Reserve room; return its offset."""
@@ -218,8 +218,8 @@ class CopyPlan:
         self.small = []
         nbytes = 0
         for shard in sorted(shards, key=torch.Tensor.element_size, reverse=True):
-            self.small.append(as_bytes(self.snapshot(shard) if is_view(shard) else shard))
-            self.offsets[identity(shard)] = self.nbytes + nbytes
+            self.small.append(_as_bytes(self.snapshot(shard) if is_view(shard) else shard))
+            self.offsets[_identity(shard)] = self.nbytes + nbytes
             nbytes += shard.nbytes
         if not self.small:
             self.small.append(self.gap)  # cat needs an input
@@ -236,7 +236,7 @@ class CopyPlan:
         placed: dict[tuple, torch.Tensor] = {}
         hosts = []
         for tensor, shard in zip(self.tensors, self.shards, strict=True):
-            memory = identity(shard)
+            memory = _identity(shard)
             if memory not in placed:
                 placed[memory] = arena.tensor(self.offsets.get(memory), shard)
             hosts.append(self.host_dtensors.like(tensor, placed[memory]))
@@ -246,7 +246,7 @@ class CopyPlan:
         """The copies of this plan into ``arena``."""
         elsewhere = []
         for shard in self.elsewhere:
-            elsewhere.append((arena.tensor(self.offsets[identity(shard)], shard), shard))
+            elsewhere.append((arena.tensor(self.offsets[_identity(shard)], shard), shard))
         gap = self.gap, arena.bytes[: self.gap.nbytes]
         return Copies(gap, elsewhere, rows(arena, self.in_place), rows(arena, self.from_copies))
 
@@ -257,7 +257,7 @@ class CopyPlan:
         torch.cat(self.small, out=self.pack)
 
 
-def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Where the memory of dense ``tensors`` begins."""
     found = set()
     for x in tensors:
@@ -271,21 +271,21 @@ def is_view(shard: torch.Tensor) -> bool:
     return not shard.is_contiguous() or shard.is_conj() or shard.is_neg()
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, 1-D."""
     elements = tensor.unsqueeze(-1)  # a single one may have any stride
     return elements.view(torch.uint8).view(-1)
 
 
-def rows(arena: PinnedArena, sources: list[tuple[int, torch.Tensor]]) -> list[Row]:
+def rows(arena: PinnedArena, sources: list[tuple[int, torch.Tensor]]) -> list[_Row]:
     """The copies of ``sources`` into ``arena``, each row at most ``PIECE`` bytes."""
-    found: list[Row] = [[]]
+    found: list[_Row] = [[]]
     room = PIECE
     for offset, source in sources:
         begin = 0
         while begin < source.nbytes:
             at = offset + begin
-            nbytes = min(source.nbytes - begin, PIECE, LOCKED - at % LOCKED)
+            nbytes = min(source.nbytes - begin, PIECE, _LOCKED - at % _LOCKED)
             if nbytes > room:
                 found.append([])
                 room = PIECE

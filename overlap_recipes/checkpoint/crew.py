@@ -14,7 +14,7 @@ PATIENCE_S = 300.0  # that all threads together may go without an end of a job
 
 
 @dataclass
-class Shared:
+class _Shared:
     """What the threads of one call have in common.
 
     Attributes:
@@ -44,7 +44,7 @@ def share(
         TimeoutError: no job has ended for ``PATIENCE_S`` seconds.
         BaseException: the first error of a job. Jobs that have begun end before it is raised.
     """
-    shared = Shared(deque(jobs))
+    shared = _Shared(deque(jobs))
     crew: list[Thread] = []
     inference = torch.is_inference_mode_enabled()
     for number in range(min(threads, len(shared.left))):
@@ -56,7 +56,7 @@ def share(
     at_work = len(crew)
     try:
         while at_work:
-            said = next_of(shared, name_of)
+            said = _next_of(shared, name_of)
             if isinstance(said, BaseException):
                 error = error or said
                 shared.left.clear()
@@ -68,7 +68,7 @@ def share(
         raise error
 
 
-def next_of(shared: Shared, name_of: Callable[[object], str]) -> object:
+def _next_of(shared: _Shared, name_of: Callable[[object], str]) -> object:
     try:
         return shared.ended.get(timeout=PATIENCE_S)
     except Empty:
@@ -78,7 +78,7 @@ def next_of(shared: Shared, name_of: Callable[[object], str]) -> object:
         ) from None
 
 
-def work(shared: Shared, number: int, worker: Callable, inference: bool) -> None:
+def work(shared: _Shared, number: int, worker: Callable, inference: bool) -> None:
     said: object = number
     try:
         with torch.inference_mode(inference):

@@ -18,14 +18,14 @@ from functools import lru_cache
 import torch
 
 HEAD = 4096  # bytes that hold all before the tensor's
-TAIL = 2048  # bytes that hold all behind it
+_TAIL = 2048  # bytes that hold all behind it
 END = struct.Struct("<4s4H2IH")  # at the end of a zip file
-END_64 = struct.Struct("<4sQ2H2I4Q")
-LOCATOR_64 = struct.Struct("<4s1I1Q1I")
-LISTED = struct.Struct("<4s6H3I5H2I")  # one for each record, in the list at the end
-LOCAL = struct.Struct("<4s5H3I2H")  # in front of each record
-IS_IN_64 = 0xFFFFFFFF
-STORAGES = {
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR_64 = struct.Struct("<4s1I1Q1I")
+_LISTED = struct.Struct("<4s6H3I5H2I")  # one for each record, in the list at the end
+_LOCAL = struct.Struct("<4s5H3I2H")  # in front of each record
+_IS_IN_64 = 0xFFFFFFFF
+_STORAGES = {
     "BFloat16Storage": torch.bfloat16,
     "BoolStorage": torch.bool,
     "ByteStorage": torch.uint8,
@@ -41,12 +41,12 @@ STORAGES = {
 }
 
 
-class Unfamiliar(Exception):
+class _Unfamiliar(Exception):
     """What is there is not one plain tensor; ``torch.load`` may know it."""
 
 
 @dataclass(frozen=True)
-class Description:
+class _Description:
     """What ``data.pkl`` says of a tensor.
 
     Attributes:
@@ -100,59 +100,61 @@ class Record:
     nbytes: int
 
 
-def tensor_v2(storage, first, size, stride, requires_grad, hooks, flags=None) -> Description:
+def _tensor_v2(storage, first, size, stride, requires_grad, hooks, flags=None) -> _Description:
     kind, storage_type, key, _, _ = storage
-    if kind != "storage" or key != "0" or storage_type not in STORAGES:
-        raise Unfamiliar(f"storage {storage}")
-    return plain(STORAGES[storage_type], first, size, stride, hooks, flags)
+    if kind != "storage" or key != "0" or storage_type not in _STORAGES:
+        raise _Unfamiliar(f"storage {storage}")
+    return plain(_STORAGES[storage_type], first, size, stride, hooks, flags)
 
 
-def tensor_v3(storage, first, size, stride, requires_grad, hooks, dtype, flags=None) -> Description:
+def _tensor_v3(
+    storage, first, size, stride, requires_grad, hooks, dtype, flags=None
+) -> _Description:
     kind, storage_type, key, _, _ = storage
     if kind != "storage" or key != "0" or storage_type != "UntypedStorage":
-        raise Unfamiliar(f"storage {storage}")
+        raise _Unfamiliar(f"storage {storage}")
     return plain(dtype, first, size, stride, hooks, flags)
 
 
-def plain(dtype, first, size, stride, hooks, flags) -> Description:
+def plain(dtype, first, size, stride, hooks, flags) -> _Description:
     if hooks or flags:  # flags: a conjugate or a negative view
-        raise Unfamiliar(f"hooks {hooks}, flags {flags}")
+        raise _Unfamiliar(f"hooks {hooks}, flags {flags}")
     numbers = (first, *size, *stride)
     are_numbers = all(type(number) is int and number >= 0 for number in numbers)
     if not isinstance(dtype, torch.dtype) or not are_numbers or len(size) != len(stride):
-        raise Unfamiliar(f"{dtype}, {numbers}")
-    return Description(dtype, tuple(size), tuple(stride), first)
+        raise _Unfamiliar(f"{dtype}, {numbers}")
+    return _Description(dtype, tuple(size), tuple(stride), first)
 
 
-class Names(pickle.Unpickler):
+class _Names(pickle.Unpickler):
     """Knows the few names that describe a plain tensor, and makes no other object."""
 
     def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return tensor_v2
+            return _tensor_v2
         if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
-            return tensor_v3
+            return _tensor_v3
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if module == "torch.storage" or (module == "torch" and name in STORAGES):
+        if module == "torch.storage" or (module == "torch" and name in _STORAGES):
             return name
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
-        raise Unfamiliar(f"{module}.{name}")
+        raise _Unfamiliar(f"{module}.{name}")
 
     def persistent_load(self, storage: tuple) -> tuple:
         return storage
 
 
 @lru_cache(maxsize=4096)
-def described(data: bytes) -> Description | None:
+def described(data: bytes) -> _Description | None:
     """What ``data``, a ``data.pkl``, says; None if that is not one strided tensor."""
     try:
-        found = Names(io.BytesIO(data)).load()
+        found = _Names(io.BytesIO(data)).load()
     except Exception:  # a pickle can fail in any way
         return None
-    return found if isinstance(found, Description) else None
+    return found if isinstance(found, _Description) else None
 
 
 class ZipFile:
@@ -168,13 +170,13 @@ class ZipFile:
 
     def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
         self.read = read
-        self.tail_begin = max(0, length - TAIL)
+        self.tail_begin = max(0, length - _TAIL)
         self.tail = read(self.tail_begin, length - self.tail_begin)
         self.head = read(0, min(HEAD, length))
         try:
             self.records = self.listed()
         except (struct.error, UnicodeDecodeError) as error:
-            raise Unfamiliar(str(error)) from error
+            raise _Unfamiliar(str(error)) from error
 
     def part(self, begin: int, nbytes: int) -> bytes:
         if begin + nbytes <= len(self.head):
@@ -187,45 +189,45 @@ class ZipFile:
     def listed(self) -> dict[str, Record]:
         at = self.tail.rfind(b"PK\5\6")
         if at < 0:
-            raise Unfamiliar("no end of a zip file")
+            raise _Unfamiliar("no end of a zip file")
         _, _, _, _, count, nbytes, begin, _ = END.unpack_from(self.tail, at)
-        if count == 0xFFFF or nbytes == IS_IN_64 or begin == IS_IN_64:
-            _, _, end_64, _ = LOCATOR_64.unpack_from(self.tail, at - LOCATOR_64.size)
-            fields = END_64.unpack(self.part(end_64, END_64.size))
+        if count == 0xFFFF or nbytes == _IS_IN_64 or begin == _IS_IN_64:
+            _, _, end_64, _ = _LOCATOR_64.unpack_from(self.tail, at - _LOCATOR_64.size)
+            fields = _END_64.unpack(self.part(end_64, _END_64.size))
             count, nbytes, begin = fields[-3:]
         self.list_begin = begin
         data = self.part(begin, nbytes)
         found: dict[str, Record] = {}
         at = 0
         for _ in range(count):
-            fields = LISTED.unpack_from(data, at)
+            fields = _LISTED.unpack_from(data, at)
             if fields[0] != b"PK\1\2" or fields[4] != 0 or fields[3] & 1:
-                raise Unfamiliar("compressed or encrypted")
+                raise _Unfamiliar("compressed or encrypted")
             name_length, extra_length, comment_length = fields[10:13]
-            name_begin = at + LISTED.size
+            name_begin = at + _LISTED.size
             extra_begin = name_begin + name_length
             name = data[name_begin:extra_begin].decode()
             extra = data[extra_begin : extra_begin + extra_length]
-            numbers = in_64(extra, [fields[9], fields[8], fields[16]])
+            numbers = _in_64(extra, [fields[9], fields[8], fields[16]])
             if numbers[0] != numbers[1]:
-                raise Unfamiliar("compressed")
+                raise _Unfamiliar("compressed")
             found[name.partition("/")[2]] = Record(header=numbers[2], nbytes=numbers[0])
             at = extra_begin + extra_length + comment_length
         return found
 
     def begin_of(self, record: Record) -> int:
-        header = self.part(record.header, LOCAL.size)
-        fields = LOCAL.unpack(header)
+        header = self.part(record.header, _LOCAL.size)
+        fields = _LOCAL.unpack(header)
         if fields[0] != b"PK\3\4":
-            raise Unfamiliar("no header of a record")
-        return record.header + LOCAL.size + fields[9] + fields[10]
+            raise _Unfamiliar("no header of a record")
+        return record.header + _LOCAL.size + fields[9] + fields[10]
 
     def content(self, name: str) -> bytes:
         record = self.records[name]
         return self.part(self.begin_of(record), record.nbytes)
 
 
-def in_64(extra: bytes, numbers: list[int]) -> list[int]:
+def _in_64(extra: bytes, numbers: list[int]) -> list[int]:
     """``numbers`` of a listed record, of which those that need it stand in ``extra``."""
     at = 0
     wide = b""
@@ -236,7 +238,7 @@ def in_64(extra: bytes, numbers: list[int]) -> list[int]:
         at += 4 + nbytes
     found = []
     for number in numbers:
-        if number == IS_IN_64:
+        if number == _IS_IN_64:
             number = struct.unpack_from("<Q", wide)[0]
             wide = wide[8:]
         found.append(number)
@@ -251,30 +253,30 @@ def place_of(read: Callable[[int, int], bytes], length: int) -> Place | None:
         length: of the entry, in bytes.
     """
     try:
-        return plain_place(read, length)
-    except (Unfamiliar, KeyError, struct.error):
+        return _plain_place(read, length)
+    except (_Unfamiliar, KeyError, struct.error):
         return None
 
 
-def plain_place(read: Callable[[int, int], bytes], length: int) -> Place:
+def _plain_place(read: Callable[[int, int], bytes], length: int) -> Place:
     file = ZipFile(read, length)
     others = [name for name in file.records if name.startswith("data/") and name != "data/0"]
     if others:
-        raise Unfamiliar("several storages")
+        raise _Unfamiliar("several storages")
     if "byteorder" in file.records and file.content("byteorder").decode() != sys.byteorder:
-        raise Unfamiliar("another byte order")
+        raise _Unfamiliar("another byte order")
     description = described(file.content("data.pkl"))
     if description is None or not description.is_row_major():
-        raise Unfamiliar("not row-major, or a class of its own")
+        raise _Unfamiliar("not row-major, or a class of its own")
     storage = file.records["data/0"]
     itemsize = description.dtype.itemsize
     first = description.first * itemsize
     nbytes = description.numel() * itemsize
     if nbytes and first + nbytes > storage.nbytes:
-        raise Unfamiliar("a tensor that is larger than its storage")
+        raise _Unfamiliar("a tensor that is larger than its storage")
     begin = file.begin_of(storage)
     if begin > len(file.head) or begin + storage.nbytes > length:
-        raise Unfamiliar("bytes in another place")
+        raise _Unfamiliar("bytes in another place")
     end = begin + storage.nbytes
     tail_begin = max(end, file.tail_begin)
     tail = file.tail[tail_begin - file.tail_begin :]

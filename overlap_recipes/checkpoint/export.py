@@ -40,9 +40,9 @@ DTYPES = {  # and their names in a header
     torch.bool: "BOOL",
 }
 # Of the files: what ``from_pretrained`` asks for, and that they are exports.
-METADATA = {"__metadata__": {"format": "pt", "written_by": "overlap_recipes"}}
-INDEX = "model.safetensors.index.json"
-OF_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # as ``lay_out`` names files
+_METADATA = {"__metadata__": {"format": "pt", "written_by": "overlap_recipes"}}
+_INDEX = "model.safetensors.index.json"
+_OF_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # as ``lay_out`` names files
 SETTINGS = {"config.json", "generation_config.json"}
 
 
@@ -68,7 +68,7 @@ def lay_out(tensors: dict[str, tuple], file_bytes: int) -> dict[str, dict]:
 
 def encoded(header: dict) -> bytes:
     """The bytes of the file before the tensors."""
-    text = json.dumps(METADATA | header).encode()
+    text = json.dumps(_METADATA | header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -94,16 +94,16 @@ def header_of(file: Path) -> tuple[dict, int]:
     return header, begin
 
 
-def files_in(directory: Path) -> list[Path]:
+def _files_in(directory: Path) -> list[Path]:
     """The files of ``directory`` that have the tensors of an export, and no others beside them."""
     files = sorted(directory.glob("*.safetensors"))
-    return [file for file in files if OF_MODEL.fullmatch(file.name)]
+    return [file for file in files if _OF_MODEL.fullmatch(file.name)]
 
 
-def shapes_in(directory: Path) -> dict[str, list[int]]:
+def _shapes_in(directory: Path) -> dict[str, list[int]]:
     """The shape of each tensor of the export in ``directory``."""
     found = {}
-    for file in files_in(directory):
+    for file in _files_in(directory):
         header, _ = header_of(file)
         for name, place in header.items():
             if name != "__metadata__":
@@ -188,7 +188,7 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
             raise ValueError("there are no tensors to export")
         if any(self.path.glob("*.safetensors")):
             raise ValueError(f"there is another export in {self.path}")
-        for name in (INDEX, *self.settings):
+        for name in (_INDEX, *self.settings):
             if (self.path / name).exists():
                 raise ValueError(f"{self.path / name} is there: export to another directory")
         tensors = dict(sorted(tensors.items()))
@@ -267,7 +267,7 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
             self.unfinished(file).rename(self.path / file)
             for name in header:
                 file_of[name] = file
-        small = {INDEX: {"metadata": {}, "weight_map": file_of}}
+        small = {_INDEX: {"metadata": {}, "weight_map": file_of}}
         for name, content in (small | self.settings).items():
             (self.path / name).write_text(json.dumps(content, indent=2))
 
@@ -291,18 +291,18 @@ class ExportWriter:
         """It keeps nothing."""
 
 
-class ExportFolder(Folder):
+class _ExportFolder(Folder):
     """Where an export takes the place of an older one, and leaves other files there."""
 
     def begin(self, nbytes: int) -> str:
         end_replacement(self.directory)
-        refuse_unless_export(self.directory)
+        _refuse_unless_export(self.directory)
         return super().begin(nbytes)
 
     def commit(self, files: dict[str, int]) -> None:
-        refuse_unless_export(self.directory)  # once more: others may have written meanwhile
+        _refuse_unless_export(self.directory)  # once more: others may have written meanwhile
         if self.directory.exists():
-            self.directory.rename(older_of(self.directory))
+            self.directory.rename(_older_of(self.directory))
         super().commit(files)
         end_replacement(self.directory)
 
@@ -320,10 +320,10 @@ class Exports(Saves):
         super().__init__(device, changed_by_forward, writer=ExportWriter(options))
 
     def save(self, state_dict: dict, where: Path | str) -> Future:
-        return super().save(state_dict, ExportFolder(self.working_directory / where))
+        return super().save(state_dict, _ExportFolder(self.working_directory / where))
 
 
-def refuse_unless_export(directory: Path) -> None:
+def _refuse_unless_export(directory: Path) -> None:
     """Raise if no export may take the place of ``directory``.
 
     It is a link or the working directory, or has files and no export, or foreign safetensors.
@@ -332,21 +332,21 @@ def refuse_unless_export(directory: Path) -> None:
         raise FileExistsError(f"{directory} is a symbolic link: export to where it leads")
     if Path.cwd().is_relative_to(directory.resolve()):
         raise ValueError(f"{directory} is the working directory, or has it: export to another")
-    refuse_foreign_weights(directory)
+    _refuse_foreign_weights(directory)
     has_weights = any(directory.glob("*.safetensors"))
     if not has_weights and directory.exists() and any(directory.iterdir()):
         raise FileExistsError(f"{directory} has files and no export: export to another directory")
 
 
-def refuse_foreign_weights(directory: Path) -> None:
+def _refuse_foreign_weights(directory: Path) -> None:
     """Raise if ``directory`` has safetensors that no export has written."""
     for file in sorted(directory.glob("*.safetensors")):
         header, _ = header_of(file)
-        if header.get("__metadata__") != METADATA["__metadata__"]:
+        if header.get("__metadata__") != _METADATA["__metadata__"]:
             raise FileExistsError(f"{file} is no export: move it, or export to another directory")
 
 
-def older_of(directory: Path) -> Path:
+def _older_of(directory: Path) -> Path:
     """Where the older export lies while a new one takes its place."""
     return directory.with_name(f"{directory.name}.replaced-by-export")
 
@@ -357,17 +357,17 @@ def end_replacement(directory: Path) -> None:
     Of another model the older settings go, too. A job that died between the two renames has left
     the older export alone: it comes back, to what may have been put in its place meanwhile.
     """
-    older = older_of(directory)
+    older = _older_of(directory)
     if not older.exists():
         return
     if not directory.exists():
         older.rename(directory)
         return
-    refuse_foreign_weights(directory)
+    _refuse_foreign_weights(directory)
     replaced = set()
-    if files_in(directory):
-        replaced = {file.name for file in files_in(older)}
-        if shapes_in(older) != shapes_in(directory):
+    if _files_in(directory):
+        replaced = {file.name for file in _files_in(older)}
+        if _shapes_in(older) != _shapes_in(directory):
             replaced |= SETTINGS
     for path in older.iterdir():
         if path.name not in replaced and not (directory / path.name).exists():
@@ -394,7 +394,7 @@ def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **opt
         if name.startswith(prefix):
             state[name] = torch.empty(x.size, dtype=x.properties.dtype)
     if not state:
-        there = sorted({prefix_of(name) for name in tensors})
+        there = sorted({_prefix_of(name) for name in tensors})
         raise ValueError(
             f"no tensor below {prefix!r} in {checkpoint}: pass as prefix one of {there}"
         )
@@ -403,7 +403,7 @@ def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **opt
     dcp.save(state, storage_writer=SafetensorsWriter(directory, **options), no_dist=True)
 
 
-def prefix_of(name: str) -> str:
+def _prefix_of(name: str) -> str:
     """What may be the prefix of a model's tensors: up to ``model.``, or else the first part."""
     before, found, _ = f".{name}".partition(".model.")
     if found:

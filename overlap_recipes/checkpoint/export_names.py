@@ -25,7 +25,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     tied = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name not in first_names:
-            tied.add(name_in_state(name, in_ddp))
+            tied.add(_name_in_state(name, in_ddp))
     found = {}
     for name, value in get_model_state_dict(model).items():
         if torch.is_tensor(value) and name not in tied:
@@ -33,7 +33,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def name_in_state(name: str, in_ddp: list[str]) -> str:
+def _name_in_state(name: str, in_ddp: list[str]) -> str:
     """What a parameter is called in the state of its model, which does not tell of wrappers.
 
     Args:
@@ -90,7 +90,7 @@ def for_transformers(model: nn.Module, dtype: torch.dtype | None = None) -> dict
         ValueError: transformers saves a tensor that is no block of one of the model's; the model
             has an adapter of peft.
     """
-    inner = inside_wrappers(model)
+    inner = _inside_wrappers(model)
     if getattr(inner, "peft_config", None):
         raise ValueError("the model has an adapter: export what merge_and_unload() of it returns")
     config = copy.deepcopy(inner.config)
@@ -102,7 +102,7 @@ def for_transformers(model: nn.Module, dtype: torch.dtype | None = None) -> dict
     return {**options, "parts": parts_of(model)}
 
 
-def inside_wrappers(model: nn.Module) -> nn.Module:
+def _inside_wrappers(model: nn.Module) -> nn.Module:
     """The model in what ``torch.compile``, DDP and FSDP1 have put around it, in any order."""
     while True:
         inner = getattr(model, "_orig_mod", None)
@@ -133,7 +133,7 @@ def parts_of(model: nn.Module) -> dict[str, list[Part]]:
         whole[name] = empty.as_subclass(NeverCopied)  # a view, of which others are made
         names[id(empty)] = name
     parts: dict[str, list[Part]] = {}
-    inner = inside_wrappers(model)
+    inner = _inside_wrappers(model)
     with own_classes(inner):
         stored_views = revert_weight_conversion(inner, dict(whole))
     for stored, view in stored_views.items():

@@ -340,10 +340,10 @@ class Fit:
                 put(tree, tuple(path), {})
         if self._packed is not None:
             tree[RECIPES] = self._packed
-        tree = with_numbers(tree, (), {tuple(path) for path in self.contents.int_keys})
+        tree = _with_numbers(tree, (), {tuple(path) for path in self.contents.int_keys})
         for name, own in self._shared.items():
             if name in tree:
-                tree[name] = in_dicts_like(own, tree[name])
+                tree[name] = _in_dicts_like(own, tree[name])
         for name, moments in self._optim["state"].items():
             if self.skip.covers(name):
                 tree["optim"]["state"][name] = moments
@@ -425,25 +425,25 @@ def put(tree: object, path: tuple[str | int, ...], value: object) -> None:
     tree[last] = value
 
 
-def with_numbers(tree: object, path: tuple, numbers: set[tuple]) -> object:
+def _with_numbers(tree: object, path: tuple, numbers: set[tuple]) -> object:
     """``tree`` with the keys at the paths ``numbers`` as numbers."""
     if isinstance(tree, dict):
         found = {}
         for key, value in tree.items():
             here = (*path, key)
-            inner = with_numbers(value, here, numbers)
+            inner = _with_numbers(value, here, numbers)
             found[int(key) if here in numbers else key] = inner
         return found
     if isinstance(tree, list) and numbers:
-        return [with_numbers(value, (*path, n), numbers) for n, value in enumerate(tree)]
+        return [_with_numbers(value, (*path, n), numbers) for n, value in enumerate(tree)]
     return tree
 
 
-def in_dicts_like(own: object, tree: object) -> object:
+def _in_dicts_like(own: object, tree: object) -> object:
     """``tree`` with its dicts of the classes that they have in ``own``."""
     if not isinstance(tree, dict) or not isinstance(own, dict):
         return tree
-    found = {key: in_dicts_like(own.get(key), value) for key, value in tree.items()}
+    found = {key: _in_dicts_like(own.get(key), value) for key, value in tree.items()}
     if type(own) is dict:
         return found
     like_own = copy(own)

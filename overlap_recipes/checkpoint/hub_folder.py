@@ -30,7 +30,7 @@ from .state import shard_of
 LOG = logging.getLogger(__name__)
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _STAGED = 256 << 20  # bytes on the device that wait for their cast, plus at most one tensor
-Initialize = Callable[[nn.Module], object]
+_Initialize = Callable[[nn.Module], object]
 
 
 @dataclass
@@ -70,7 +70,7 @@ def load_folder(
     model: nn.Module,
     folder: Path | str,
     device: torch.device | str | None = None,
-    initialize: Initialize | None = None,
+    initialize: _Initialize | None = None,
 ) -> None:
     """Fill ``model`` from the safetensors in ``folder``; all ranks call it.
 
@@ -263,7 +263,7 @@ def _aliases_of(model: nn.Module) -> dict[str, list[str]]:
 
 
 def give_memory(
-    model: nn.Module, device: torch.device, initialize: Initialize | None = None
+    model: nn.Module, device: torch.device, initialize: _Initialize | None = None
 ) -> None:
     """Move a model from meta to ``device``; fill what is in no checkpoint, and nothing else.
 
@@ -290,7 +290,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _own_way(model: nn.Module) -> Initialize:
+def _own_way(model: nn.Module) -> _Initialize:
     """What the model itself does to fill a module's buffers."""
 
     def initialize(module: nn.Module) -> None:
@@ -302,7 +302,7 @@ def _own_way(model: nn.Module) -> Initialize:
     return initialize
 
 
-def _fill_buffers(model: nn.Module, kept: object, initialize: Initialize) -> None:
+def _fill_buffers(model: nn.Module, kept: object, initialize: _Initialize) -> None:
     """Fill the buffers that are in no checkpoint; those of ``kept`` are.
 
     What could not be filled is on meta again, so that nothing computes with it.
@@ -346,7 +346,7 @@ def _full_name(path: str, name: str) -> str:
     return f"{path}.{name}".removeprefix(".")
 
 
-def _unfilled_by(initialize: Initialize, module: nn.Module, names: list[str]) -> list[str]:
+def _unfilled_by(initialize: _Initialize, module: nn.Module, names: list[str]) -> list[str]:
     """Those of a module's buffers ``names`` that ``initialize`` does not fill as a whole.
 
     It is called twice, on buffers of zeros and on buffers of ones: an element that differs then is
@@ -359,7 +359,7 @@ def _unfilled_by(initialize: Initialize, module: nn.Module, names: list[str]) ->
 
 
 def _filled(
-    module: nn.Module, buffers: dict[str, torch.Tensor], before: int, initialize: Initialize
+    module: nn.Module, buffers: dict[str, torch.Tensor], before: int, initialize: _Initialize
 ) -> dict[str, torch.Tensor]:
     """Copies of what ``initialize`` makes of buffers that hold ``before``."""
     for buffer in buffers.values():

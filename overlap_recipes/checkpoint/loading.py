@@ -135,13 +135,13 @@ def load_newest(
         try:
             load(states, store.reader(chosen), skip=skip)
         except (DamagedCheckpoint, CheckpointException) as error:
-            damage = damage_of(error)
+            damage = _damage_of(error)
             if damage is None:
                 raise
             if step is not None:
                 raise damage from error
-            if not has_older(store, chosen):
-                raise nothing_older(name_of(chosen), damage) from error
+            if not _has_older(store, chosen):
+                raise _nothing_older(name_of(chosen), damage) from error
         else:
             return chosen
         LOG.error("%s is damaged, an older one is loaded: %s", name_of(chosen), damage)
@@ -161,17 +161,17 @@ def choose(store: Store, step: int | None = None) -> int | None:
     """
     chosen = step
     if step is None:
-        chosen = on_first_rank(partial(newest_whole, store))
+        chosen = on_first_rank(partial(_newest_whole, store))
     if chosen is None:
         return None
-    wrong_by_rank = on_all_ranks(partial(seen_wrong, store, chosen))
+    wrong_by_rank = on_all_ranks(partial(_seen_wrong, store, chosen))
     if any(wrong_by_rank):
         raise RuntimeError(f"step {chosen} is not whole, by rank: {dict(enumerate(wrong_by_rank))}")
-    on_first_rank(partial(set_newer_aside, store, chosen))
+    on_first_rank(partial(_set_newer_aside, store, chosen))
     return chosen
 
 
-def newest_whole(store: Store) -> int | None:
+def _newest_whole(store: Store) -> int | None:
     """The newest step whose checkpoint is complete, by names and sizes; None if there is nothing.
 
     Raises:
@@ -190,17 +190,17 @@ def newest_whole(store: Store) -> int | None:
         raise RuntimeError(f"cannot resume from {store.root}: {error}") from error
     if not there:
         return None
-    raise nothing_older(f"{store.root}/{name_of(there[0])}", "; ".join(newest_wrong))
+    raise _nothing_older(f"{store.root}/{name_of(there[0])}", "; ".join(newest_wrong))
 
 
-def nothing_older(name: str, damage: object) -> DamagedCheckpoint:
+def _nothing_older(name: str, damage: object) -> DamagedCheckpoint:
     return DamagedCheckpoint(
         f"{name}: {damage}; there is no older checkpoint. To begin anew, remove it or take another "
         f"root"
     )
 
 
-def seen_wrong(store: Store, step: int) -> list[str]:
+def _seen_wrong(store: Store, step: int) -> list[str]:
     """What this rank sees that is wrong with the checkpoint of ``step``."""
     there = store.steps()
     if step not in there:
@@ -208,14 +208,14 @@ def seen_wrong(store: Store, step: int) -> list[str]:
     return store.wrong(step)
 
 
-def set_newer_aside(store: Store, step: int) -> None:
+def _set_newer_aside(store: Store, step: int) -> None:
     for newer in store.steps():
         if newer > step:
             store.set_aside(newer, "set-aside")
             LOG.warning("%s is set aside: newer than what is resumed", name_of(newer))
 
 
-def has_older(store: Store, step: int) -> bool:
+def _has_older(store: Store, step: int) -> bool:
     """Whether there is a complete checkpoint before that of ``step``; the same on all ranks."""
 
     def has_one() -> bool:
@@ -227,7 +227,7 @@ def has_older(store: Store, step: int) -> bool:
     return on_first_rank(has_one)
 
 
-def damage_of(error: BaseException) -> DamagedCheckpoint | None:
+def _damage_of(error: BaseException) -> DamagedCheckpoint | None:
     """What is damaged, if that is all that made a load fail; the same on all ranks."""
     if isinstance(error, DamagedCheckpoint):
         return error

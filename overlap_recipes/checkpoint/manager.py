@@ -101,13 +101,13 @@ class CheckpointManager:
     ) -> None:
         if not isinstance(state, TrainingState):
             raise TypeError(f"state is a {type(state).__name__}: pass TrainingState(model, ...)")
-        refuse_wrappers(state.model)
+        _refuse_wrappers(state.model)
         check_kept(keep_last, keep_every)
         self.state = state
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.store = store_of(root)
-        self.saves = Saves(device_of(state), state.model.buffers, host_bytes, write_threads)
+        self.saves = Saves(_device_of(state), state.model.buffers, host_bytes, write_threads)
         self.preemption = None if grace_s is None else Preemption(grace_s)
         self.exit_code = 0
         self.newest_on_entry: int | None = None  # the step of a checkpoint below the root
@@ -147,7 +147,7 @@ class CheckpointManager:
         """Raise on all ranks where one has no part of what an optimizer trains, under FSDP1."""
         if not self.state.has_flat_parameters():
             return
-        of_ranks = self.saves.calling.together(elements_trained, self.state)
+        of_ranks = self.saves.calling.together(_elements_trained, self.state)
         for number, of_optimizer in enumerate(zip(*of_ranks, strict=True)):
             if any(of_optimizer) and not all(of_optimizer):
                 raise RuntimeError(
@@ -233,7 +233,7 @@ class CheckpointManager:
                 now at the first save, later at the save before this one; a rank died or came ten
                 minutes late, so that no later save can succeed.
         """
-        number = checked_step(step)
+        number = _checked_step(step)
         if not self.has_resumed and self.newest_on_entry is not None:
             raise RuntimeError(
                 f"step {self.newest_on_entry} is below {self.store.root}: call resume() before the "
@@ -270,7 +270,7 @@ class CheckpointManager:
         """
         with suppress(RuntimeError):  # earlier failures have been logged
             self.saves.wait()
-        if has_failed(self.latest):
+        if _has_failed(self.latest):
             self.latest.result()
 
     def preempted(self) -> bool:
@@ -311,13 +311,13 @@ class CheckpointManager:
             self.block.__exit__(kind, error, trace)
 
 
-def refuse_wrappers(model: nn.Module) -> None:
+def _refuse_wrappers(model: nn.Module) -> None:
     """Raise where a wrapper is right around another from which torch cannot load it."""
     from_inside = [*WRAPPERS]
     for name, module in model.named_modules():
-        outer = name_inside(module)
+        outer = _name_inside(module)
         for inner_module in module.children():
-            inner = name_inside(inner_module)
+            inner = _name_inside(inner_module)
             if outer is None or inner is None:
                 continue
             if from_inside.index(outer) < from_inside.index(inner):
@@ -330,7 +330,7 @@ def refuse_wrappers(model: nn.Module) -> None:
                 )
 
 
-def name_inside(module: nn.Module) -> str | None:
+def _name_inside(module: nn.Module) -> str | None:
     """The name under which ``module`` holds what it wraps; None if it is no wrapper."""
     for name, _ in module.named_children():
         if name in WRAPPERS:
@@ -338,7 +338,7 @@ def name_inside(module: nn.Module) -> str | None:
     return None
 
 
-def elements_trained(state: TrainingState) -> list[int]:
+def _elements_trained(state: TrainingState) -> list[int]:
     """How many elements of parameters each optimizer trains on this rank."""
     found = []
     for optimizer in state.optimizers:
@@ -349,7 +349,7 @@ def elements_trained(state: TrainingState) -> list[int]:
     return found
 
 
-def checked_step(step: int) -> int:
+def _checked_step(step: int) -> int:
     if isinstance(step, bool):
         raise TypeError("step is a bool: give the number of steps taken")
     try:
@@ -361,11 +361,11 @@ def checked_step(step: int) -> int:
     return number
 
 
-def has_failed(upload: Future | None) -> bool:
+def _has_failed(upload: Future | None) -> bool:
     return upload is not None and upload.done() and upload.exception() is not None
 
 
-def device_of(state: TrainingState) -> torch.device:
+def _device_of(state: TrainingState) -> torch.device:
     """The accelerator that holds parameters of ``state``, else the CPU."""
     parameters = list(state.model.parameters())
     for optimizer in state.optimizers:

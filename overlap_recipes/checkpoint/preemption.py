@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 AGAIN = 85  # exit code: saved, start me again
-MARGIN_S = 2.0  # before SIGKILL
+_MARGIN_S = 2.0  # before SIGKILL
 TOO_LATE = 86  # exit code: start me again; no time for the last save, older checkpoints are whole
 
 
@@ -36,7 +36,7 @@ class Preemption:
     """
 
     def __init__(self, grace_s: float) -> None:
-        self.leave_s = grace_s - MARGIN_S
+        self.leave_s = grace_s - _MARGIN_S
         self.asked = False  # this rank, by SIGTERM
         self.answer = False
         self.is_answered = False  # in this step

@@ -38,9 +38,9 @@ from .entries import Place, place_of
 
 LOG = logging.getLogger(__name__)
 THREADS = 8  # sixteen with half the piece were slower on two H100s of one host
-BUFFERS = 2  # of a thread: one is read into while the other is copied to the device
-GAP = 64 << 10  # bytes between two wanted ranges that are read rather than skipped
-ENTRIES = 32  # that a thread looks at in one job
+_BUFFERS = 2  # of a thread: one is read into while the other is copied to the device
+_GAP = 64 << 10  # bytes between two wanted ranges that are read rather than skipped
+_ENTRIES = 32  # that a thread looks at in one job
 
 
 @dataclass
@@ -183,9 +183,9 @@ class Reader(dcp.FileSystemReader):
                 raise AssertionError(
                     f"{item.storage_index.fqn}: {tuple(item.lengths)} for {tuple(target.size())}"
                 )
-            first = first_element(place.shape, item)
+            first = _first_element(place.shape, item)
             is_as_listed = self.chunk_of(item) == (place.shape, place.dtype)
-            if first is None or not is_as_listed or not can_take_bytes(target, place.dtype):
+            if first is None or not is_as_listed or not _can_take_bytes(target, place.dtype):
                 others.append(item)
                 continue
             if target.device.type != "cpu":
@@ -226,7 +226,7 @@ class Reader(dcp.FileSystemReader):
             for key in keys:
                 name, offset = key
                 tensor, length = entries[key]
-                read = partial(bytes_of_entry, opened[name], tensor, offset)
+                read = partial(_bytes_of_entry, opened[name], tensor, offset)
                 place = place_of(read, length)
                 if place is not None:
                     places[key] = place
@@ -237,7 +237,7 @@ class Reader(dcp.FileSystemReader):
             return f"{opened[name].path} ({tensor})"
 
         in_order = sorted(entries)
-        jobs = [in_order[at : at + ENTRIES] for at in range(0, len(in_order), ENTRIES)]
+        jobs = [in_order[at : at + _ENTRIES] for at in range(0, len(in_order), _ENTRIES)]
         share(jobs, THREADS, lambda: look, path_of)
         return places
 
@@ -298,11 +298,11 @@ def current_stream():
     return module.stream(module.current_stream())
 
 
-def bytes_of_entry(file: OpenFile, name: str, offset: int, begin: int, nbytes: int) -> bytes:
+def _bytes_of_entry(file: OpenFile, name: str, offset: int, begin: int, nbytes: int) -> bytes:
     return file.bytes_at(name, offset + begin, nbytes)
 
 
-def first_element(shape: tuple[int, ...], item: ReadItem) -> int | None:
+def _first_element(shape: tuple[int, ...], item: ReadItem) -> int | None:
     """The first element that ``item`` wants of a row-major tensor; None if it wants gaps, too."""
     lengths, offsets = item.lengths, item.storage_offsets
     if len(lengths) != len(shape):
@@ -321,7 +321,7 @@ def first_element(shape: tuple[int, ...], item: ReadItem) -> int | None:
     return first
 
 
-def can_take_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
+def _can_take_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
     return (
         type(target) in (torch.Tensor, torch.nn.Parameter)
         and target.dtype == dtype
@@ -357,7 +357,7 @@ def reads_of(file: OpenFile, wanted: list[Wanted]) -> list[Read]:
     reads: list[Read] = []
     for begin, end in sorted(blocks):
         last = reads[-1] if reads else None
-        is_near = last is not None and begin <= last.end + GAP
+        is_near = last is not None and begin <= last.end + _GAP
         if is_near and max(end, last.end) - last.begin <= PIECE:
             last.end = max(last.end, end)
         elif last is None or end > last.end:
@@ -422,7 +422,7 @@ def fill(reads: list[Read], device: torch.device) -> None:
     """
     module = torch.get_device_module(device)
     threads = min(THREADS, len(reads))
-    buffers = 1 if device.type == "cpu" else BUFFERS
+    buffers = 1 if device.type == "cpu" else _BUFFERS
     ring = PageLocked(threads * buffers * PIECE, device)
     shares = list(ring.bytes.split(buffers * PIECE))
     current = module.current_stream(device) if device.type != "cpu" else module.current_stream()

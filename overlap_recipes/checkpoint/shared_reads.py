@@ -23,7 +23,7 @@ LOG = logging.getLogger(__name__)
 # of it: a NCCL communicator takes .3 to 1 s, and a network file system of 1 GB/s reads it in one.
 WORTH = 1 << 30
 PACK = 8 << 20  # bytes; smaller items are sent together, up to about this
-ALIGNED = 16  # bytes; where an item begins in what is sent together: a multiple for any dtype
+_ALIGNED = 16  # bytes; where an item begins in what is sent together: a multiple for any dtype
 
 
 class Sent(NamedTuple):
@@ -106,7 +106,7 @@ class SharedReads(DefaultLoadPlanner):
         if item.type != LoadItemType.TENSOR:
             return None
         target = self.resolve_tensor(item)
-        if target.device not in devices or not can_be_sent(target):
+        if target.device not in devices or not _can_be_sent(target):
             return None
         lengths = item.lengths
         device = target.device.type
@@ -116,11 +116,11 @@ class SharedReads(DefaultLoadPlanner):
         """On one rank: choose what is shared, and who reads it."""
         plans = super().create_global_plan(global_plan)
         can_make_groups = len(plans) == dist.get_world_size()  # all ranks of the job have to
-        wanted = wanted_by(plans)
+        wanted = _wanted_by(plans)
         packs: list[tuple[Bundle, list[Sent]]] = []
-        for (ranks, device), shared in worth_sharing(wanted, len(plans), can_make_groups).items():
+        for (ranks, device), shared in _worth_sharing(wanted, len(plans), can_make_groups).items():
             packs.extend(packed(Bundle(ranks, device), sorted(shared, key=self.place_of)))
-        choose_owners([bundle for bundle, _ in packs])
+        _choose_owners([bundle for bundle, _ in packs])
         groups = sorted({bundle.ranks for bundle, _ in packs if len(bundle.ranks) < len(plans)})
         told = [Shares(groups) for _ in plans]
         for bundle, items in packs:
@@ -169,7 +169,7 @@ class SharedReads(DefaultLoadPlanner):
 
     def is_packed(self, bundle: Bundle) -> bool:
         """Whether it goes through a buffer: no one tensor has its bytes as they are sent."""
-        return len(bundle.numbers) > 1 or not has_bytes_in_order(self.target(bundle.numbers[0]))
+        return len(bundle.numbers) > 1 or not _has_bytes_in_order(self.target(bundle.numbers[0]))
 
     # -- behind the reads
 
@@ -204,7 +204,7 @@ class SharedReads(DefaultLoadPlanner):
         source = self.global_rank(bundle.owner)
         if not self.is_packed(bundle):
             target = self.target(bundle.numbers[0])
-            dist.broadcast(bytes_of(target), source, group)
+            dist.broadcast(_bytes_of(target), source, group)
             torch.autograd.graph.increment_version(target)  # as any copy does
         else:
             data = self.rooms[bundle.device][: bundle.nbytes]
@@ -221,15 +221,15 @@ class SharedReads(DefaultLoadPlanner):
         begin = 0
         for number in numbers:
             target = self.target(number)
-            part_of(data, begin, target).copy_(target)
-            begin = aligned(begin + target.nbytes)
+            _part_of(data, begin, target).copy_(target)
+            begin = _aligned(begin + target.nbytes)
 
     def unpack(self, numbers: list[int], data: torch.Tensor) -> None:
         begin = 0
         for number in numbers:
             target = self.target(number)
-            target.copy_(part_of(data, begin, target))
-            begin = aligned(begin + target.nbytes)
+            target.copy_(_part_of(data, begin, target))
+            begin = _aligned(begin + target.nbytes)
 
 
 def devices_of(group: dist.ProcessGroup | None) -> set[torch.device]:
@@ -246,16 +246,16 @@ def devices_of(group: dist.ProcessGroup | None) -> set[torch.device]:
     return found
 
 
-def can_be_sent(target: torch.Tensor) -> bool:
+def _can_be_sent(target: torch.Tensor) -> bool:
     """Whether its elements are its own bytes, each in one place."""
     if type(target.detach()) is not torch.Tensor or target.layout != torch.strided:
         return False
     if target.is_quantized:  # torch views none as bytes
         return False
-    return target.numel() > 0 and not may_overlap(target)
+    return target.numel() > 0 and not _may_overlap(target)
 
 
-def may_overlap(target: torch.Tensor) -> bool:
+def _may_overlap(target: torch.Tensor) -> bool:
     """Whether two elements may be in one place, as in an expanded tensor or an unfolded one."""
     reach = 0  # of the dimensions with smaller strides: the last place that they come to
     for stride, size in sorted(zip(target.stride(), target.size(), strict=True)):
@@ -265,25 +265,25 @@ def may_overlap(target: torch.Tensor) -> bool:
     return False
 
 
-def has_bytes_in_order(target: torch.Tensor) -> bool:
+def _has_bytes_in_order(target: torch.Tensor) -> bool:
     return target.is_contiguous() and not target.is_conj() and not target.is_neg()
 
 
-def bytes_of(target: torch.Tensor) -> torch.Tensor:
+def _bytes_of(target: torch.Tensor) -> torch.Tensor:
     # as_strided: a tensor of one element may have any stride, and a view of bytes asks for 1
     return target.as_strided((target.numel(),), (1,)).view(torch.uint8)
 
 
-def part_of(data: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+def _part_of(data: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
     """What of ``data`` holds the elements of ``like``, row by row."""
     return data[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
 
 
-def aligned(begin: int) -> int:
-    return -(-begin // ALIGNED) * ALIGNED
+def _aligned(begin: int) -> int:
+    return -(-begin // _ALIGNED) * _ALIGNED
 
 
-def wanted_by(plans: list[LoadPlan]) -> dict[Sent, dict[int, int]]:
+def _wanted_by(plans: list[LoadPlan]) -> dict[Sent, dict[int, int]]:
     """By which ranks, and which item of each one's plan it is."""
     wanted: dict[Sent, dict[int, int]] = defaultdict(dict)
     for rank, plan in enumerate(plans):
@@ -293,7 +293,7 @@ def wanted_by(plans: list[LoadPlan]) -> dict[Sent, dict[int, int]]:
     return wanted
 
 
-def worth_sharing(
+def _worth_sharing(
     wanted: dict[Sent, dict[int, int]], ranks: int, can_make_groups: bool
 ) -> dict[tuple[tuple[int, ...], str], list[Sent]]:
     """What several ranks hold, if it is worth it, by those ranks and the type of device."""
@@ -313,15 +313,15 @@ def packed(empty: Bundle, items: list[Sent]) -> list[tuple[Bundle, list[Sent]]]:
     """``items`` in as many copies of ``empty`` as they take, and what is in each."""
     packs: list[tuple[Bundle, list[Sent]]] = []
     for sent in items:
-        if not packs or aligned(packs[-1][0].nbytes) + sent.nbytes() > PACK:
+        if not packs or _aligned(packs[-1][0].nbytes) + sent.nbytes() > PACK:
             packs.append((replace(empty), []))
         bundle, inside = packs[-1]
-        bundle.nbytes = aligned(bundle.nbytes) + sent.nbytes()
+        bundle.nbytes = _aligned(bundle.nbytes) + sent.nbytes()
         inside.append(sent)
     return packs
 
 
-def choose_owners(bundles: list[Bundle]) -> None:
+def _choose_owners(bundles: list[Bundle]) -> None:
     """So that the ranks read about as many bytes each: the longest first, to who has least."""
     reads: dict[int, int] = defaultdict(int)
     for bundle in sorted(bundles, key=lambda bundle: -bundle.nbytes):

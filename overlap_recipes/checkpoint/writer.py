@@ -29,10 +29,10 @@ from .writing import Target
 
 FILES = 8  # of a rank; a thread writes one at a time
 PIECE = 256 << 20  # bytes that one system call writes at most
-BUFFERS = os.sysconf("SC_IOV_MAX")  # that one system call writes at most
+_BUFFERS = os.sysconf("SC_IOV_MAX")  # that one system call writes at most
 
 
-class WithoutTensor(io.BytesIO):
+class _WithoutTensor(io.BytesIO):
     """A file that keeps what ``torch.save`` writes, but for the tensor's bytes."""
 
     hole = 0
@@ -45,7 +45,7 @@ class WithoutTensor(io.BytesIO):
 @cache
 def around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     """What ``torch.save`` writes before and after the bytes of a contiguous tensor."""
-    file = WithoutTensor()
+    file = _WithoutTensor()
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)
     return file.getvalue()[: file.hole], file.getvalue()[file.hole :]
@@ -56,7 +56,7 @@ def memory_of(tensor: torch.Tensor) -> tuple:
     return tensor.data_ptr() if tensor.nbytes else 0, tensor.shape, tensor.dtype
 
 
-def decides(name: str, leaf: object) -> object:
+def _decides(name: str, leaf: object) -> object:
     """What of ``leaf`` decides on its items in a plan: the same for DTensors of one form."""
     if isinstance(leaf, DTensor):
         return form(leaf)
@@ -65,7 +65,7 @@ def decides(name: str, leaf: object) -> object:
     return name
 
 
-class Planner(dcp.DefaultSavePlanner):
+class _Planner(dcp.DefaultSavePlanner):
     """DCP's planner, which asks one DTensor of each form where its shard lies.
 
     DCP asks every one: .15 ms of the interpreter for each, .5 s for GPT-2 XL with its moments.
@@ -76,7 +76,7 @@ class Planner(dcp.DefaultSavePlanner):
         first_of_form: dict[object, str] = {}
         alike: dict[str, list[str]] = {}  # names of one form, by the first of them
         for name, leaf in leaves.items():
-            first = first_of_form.setdefault(decides(name, leaf), name)
+            first = first_of_form.setdefault(_decides(name, leaf), name)
             alike.setdefault(first, []).append(name)
         self.state_dict = {first: leaves[first] for first in alike}
         plan = super().create_local_plan()
@@ -89,14 +89,14 @@ class Planner(dcp.DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return super().create_global_plan(small_ones_of_first(plans))
+        return super().create_global_plan(_small_ones_of_first(plans))
 
     def shard(self, item: WriteItem) -> torch.Tensor:
         """What this rank writes for ``item``, a staged tensor."""
         return shard_of(self.state_dict[item.index.fqn]).detach()
 
 
-def small_ones_of_first(plans: list[SavePlan]) -> list[SavePlan]:
+def _small_ones_of_first(plans: list[SavePlan]) -> list[SavePlan]:
     """``plans`` in which the first of the ranks that have a small tensor alone writes it.
 
     DCP takes any of them, though they may differ: BatchNorm counts on each rank for itself.
@@ -106,7 +106,7 @@ def small_ones_of_first(plans: list[SavePlan]) -> list[SavePlan]:
     for plan in plans:
         items = []
         for item in plan.items:
-            if is_small_replica(item):
+            if _is_small_replica(item):
                 if item.index in seen:
                     continue
                 seen.add(item.index)
@@ -115,14 +115,14 @@ def small_ones_of_first(plans: list[SavePlan]) -> list[SavePlan]:
     return found
 
 
-def is_small_replica(item: WriteItem) -> bool:
+def _is_small_replica(item: WriteItem) -> bool:
     if item.type != WriteItemType.TENSOR:
         return False
     what = item.tensor_data
     return what.size.numel() * what.properties.dtype.itemsize <= SMALL
 
 
-class InMemory(FileSystem):
+class _InMemory(FileSystem):
     """Keeps the one file that DCP's writer writes at the end of a plan: the list of contents."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class InMemory(FileSystem):
     def rm_file(self, path: object) -> None: ...
 
 
-class Layout(dcp.FileSystemWriter):
+class _Layout(dcp.FileSystemWriter):
     """The place of each tensor of this rank in its files; on rank 0 also ``.metadata``.
 
     Args:
@@ -152,7 +152,7 @@ class Layout(dcp.FileSystemWriter):
 
     def __init__(self, place: str) -> None:
         super().__init__(place, sync_files=False)
-        self.fs = InMemory()
+        self.fs = _InMemory()
         self.names: list[str] = []  # of the files
         self.files: list[list[WriteItem]] = []  # staged tensors, by file
         self.ends: list[int] = []  # bytes of tensors in each file
@@ -236,7 +236,7 @@ class Piece:
     buffers: list = field(default_factory=list)
 
     def has_room(self, nbytes: int) -> bool:
-        return self.nbytes + nbytes <= PIECE and len(self.buffers) < BUFFERS
+        return self.nbytes + nbytes <= PIECE and len(self.buffers) < _BUFFERS
 
     def add(self, buffer: bytes | bytearray | memoryview) -> None:
         self.buffers.append(buffer)
@@ -297,16 +297,16 @@ def kind(leaf: object) -> object:
     return id(leaf) if is_staged(leaf) else torch.is_tensor(leaf) and (leaf.shape, leaf.dtype)
 
 
-def outline(tree: object, found: list) -> None:
+def _outline(tree: object, found: list) -> None:
     """Add to ``found`` the names and kinds of all in nested dicts, lists and tuples, in order."""
     if isinstance(tree, dict):
         found.append(tuple(tree))
         for value in tree.values():
-            outline(value, found)
+            _outline(value, found)
     elif isinstance(tree, (list, tuple)):
         found.append((type(tree), len(tree)))
         for value in tree:
-            outline(value, found)
+            _outline(value, found)
     else:
         found.append(kind(tree))
 
@@ -331,7 +331,7 @@ class FileWriter:
 
     def __init__(self, folder: str = "") -> None:
         self.folder = folder
-        self.layout: Layout | None = None
+        self.layout: _Layout | None = None
         self.plans = 0
 
     def forget(self) -> None:
@@ -362,7 +362,7 @@ class FileWriter:
         finally:
             Path(directory).rmdir()
 
-    def plan(self, state: dict, place: str, talk: Talk) -> Planner:
+    def plan(self, state: dict, place: str, talk: Talk) -> _Planner:
         """Let DCP plan the write of ``state``, unless all ranks know its layout.
 
         Returns:
@@ -379,10 +379,10 @@ class FileWriter:
         planner = arranged.planner
         if a_rank_needs_plan:
             if arranged.is_known:  # another rank needs a new one
-                planner = taken_apart(state)
-            layout = Layout(place)
+                planner = _taken_apart(state)
+            layout = _Layout(place)
             group = {"process_group": talk.group, "no_dist": talk.group is None}
-            dcp.save(state, storage_writer=layout, planner=Planner(), **group)
+            dcp.save(state, storage_writer=layout, planner=_Planner(), **group)
             layout.made_for = described(planner)
             self.layout = layout
             self.plans += 1
@@ -397,19 +397,19 @@ class FileWriter:
         """
         layout = self.layout
         parts: list = []
-        outline(state, parts)
+        _outline(state, parts)
         own_outline = tuple(parts)
         if layout is None or own_outline != layout.outline:
-            planner = taken_apart(state)
+            planner = _taken_apart(state)
             needs_plan = layout is None or described(planner) != layout.made_for
             return Arranged(planner, own_outline, False, needs_plan)
-        planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state)
         names = [item.index.fqn for item in layout.others]
         planner.state_dict = {name: element(state, layout.paths[name]) for name in names}
         return Arranged(planner, own_outline, True, False)
 
-    def remember(self, planner: Planner, own_outline: tuple) -> None:
+    def remember(self, planner: _Planner, own_outline: tuple) -> None:
         """Keep the system calls that write this state, for the next time."""
         layout = self.layout
         if own_outline == layout.outline:
@@ -419,7 +419,7 @@ class FileWriter:
         layout.paths = planner.mappings
         layout.calls = [layout.pieces(planner, items) for items in layout.files]
 
-    def write_files(self, planner: Planner, target: Target, threads: int) -> list[WriteResult]:
+    def write_files(self, planner: _Planner, target: Target, threads: int) -> list[WriteResult]:
         """Write this rank's files; return the places of what is serialised again."""
         layout = self.layout
         tail = bytearray()
@@ -450,26 +450,26 @@ class Arranged:
         needs_plan: it has another layout.
     """
 
-    planner: Planner
+    planner: _Planner
     outline: tuple
     is_known: bool
     needs_plan: bool
 
 
-def taken_apart(state: dict) -> Planner:
+def _taken_apart(state: dict) -> _Planner:
     """DCP's planner with names for all that is in ``state``."""
-    planner = Planner()
+    planner = _Planner()
     planner.set_up_planner(state)
     return planner
 
 
-def described(planner: Planner) -> tuple:
+def described(planner: _Planner) -> tuple:
     """All that a layout depends on: paths, forms, and which names have the same memory."""
     forms = []
     numbers: dict[tuple, int] = {}
     shared = []
     for name, leaf in planner.state_dict.items():
-        forms.append((name, decides(name, leaf)))
+        forms.append((name, _decides(name, leaf)))
         if is_staged(leaf):
             memory = memory_of(shard_of(leaf))
             shared.append(numbers.setdefault(memory, len(numbers)))

@@ -27,7 +27,7 @@ from .state import (
 from .talk import Talk
 
 LOG = logging.getLogger(__name__)
-FEWEST_THREADS = 2  # that write, unless a save comes before the one before it is written
+_FEWEST_THREADS = 2  # that write, unless a save comes before the one before it is written
 
 
 class Sink(Protocol):
@@ -161,7 +161,7 @@ class Writing:
         self.writer = writer
         self.shared = shared
         self.advice = advice
-        self.threads = FEWEST_THREADS
+        self.threads = _FEWEST_THREADS
         self.failures: list[BaseException] = []
         self.is_abandoned = False
         self.tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -232,7 +232,7 @@ class Writing:
         job.state = staged(job.state, job.tensors, job.hosts)
         place = ""
         if self.talk.rank == 0:
-            place = job.target.begin(bytes_of_whole(job.state))
+            place = job.target.begin(_bytes_of_whole(job.state))
         return Begun(job.number, job.target.name, place)
 
     def compare(self, job: Job) -> None:
@@ -283,16 +283,16 @@ def staged(state: object, tensors: list[torch.Tensor], hosts: list[torch.Tensor]
     return walk(state, in_place_of)
 
 
-def bytes_of_whole(state: object) -> int:
+def _bytes_of_whole(state: object) -> int:
     """Bytes that a checkpoint has of the tensors in nested dicts and lists.
 
     A DTensor counts with the shards of all ranks, and any other tensor once, since one rank writes
     it. What only other ranks hold, as in a pipeline, does not count.
     """
     if isinstance(state, dict):
-        return sum(bytes_of_whole(value) for value in state.values())
+        return sum(_bytes_of_whole(value) for value in state.values())
     if isinstance(state, list | tuple):
-        return sum(bytes_of_whole(value) for value in state)
+        return sum(_bytes_of_whole(value) for value in state)
     if torch.is_tensor(state):
         return state.shape.numel() * state.dtype.itemsize  # a DTensor has the shape of the whole
     return 0

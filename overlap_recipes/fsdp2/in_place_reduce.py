@@ -14,17 +14,17 @@ from . import peer_memory, same_gradients
 # Private by name, beside what ``peer_memory`` looks for: ``_reduce_dtype`` of groups,
 # ``_post_accumulate_grad_hooks`` of parameters, ``_local_tensor`` of DTensors.
 
-ALIGNMENT = 512  # bytes, of each gradient's part in a slot
+_ALIGNMENT = 512  # bytes, of each gradient's part in a slot
 SLOTS = 3  # that units take turns in
 
 
-def rounded_up(nbytes: int) -> int:
+def _rounded_up(nbytes: int) -> int:
     """With the gap behind it, so that the next part in a slot is aligned."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass
-class Plan:
+class _Plan:
     """Where the gradients of a unit's parameters go in a slot; one tensor a parameter."""
 
     numels: list[int]  # elements of one rank's part of each gradient, with padding
@@ -33,7 +33,7 @@ class Plan:
 
 
 @dataclass
-class Pushed:
+class _Pushed:
     """Gradients of a unit that are on their way to the owners of their parts."""
 
     computed_on: torch.Stream
@@ -42,7 +42,7 @@ class Pushed:
     parameters: tuple
     dtypes: list[torch.dtype]  # in which they are reduced
     flat: list[torch.Tensor]  # this rank's gradients, whole
-    plan: Plan
+    plan: _Plan
 
 
 class PushedGradients:
@@ -56,8 +56,8 @@ class PushedGradients:
         self.slots: list[list[torch.Tensor]] = []  # each by rank: (ranks - 1, bytes)
         self.retired: list[list] = []  # smaller ones from before
         self.calls = 0  # by which slots take turns
-        self.plans: dict[tuple, Plan] = {}
-        self.waiting: list[Pushed] = []  # pushed and not summed: one unit or none
+        self.plans: dict[tuple, _Plan] = {}
+        self.waiting: list[_Pushed] = []  # pushed and not summed: one unit or none
         self.same = same_gradients.SameGradients(memory.group, groups)
         self.running: set[int] = set()  # numbers of backward passes whose end is to be agreed on
         fused = memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None
@@ -75,7 +75,7 @@ class PushedGradients:
             self.plans.clear()
         return self.slots[self.calls % SLOTS]
 
-    def plan(self, parameters: tuple, dtypes: tuple) -> Plan:
+    def plan(self, parameters: tuple, dtypes: tuple) -> _Plan:
         """Where gradients of these dtypes go in the slot whose turn it is."""
         rank = self.memory.rank
         ranks = self.memory.ranks
@@ -87,7 +87,7 @@ class PushedGradients:
             nbytes = numel * dtype.itemsize
             numels.append(numel)
             places.append((begin, begin + nbytes, dtype))
-            begin += rounded_up(nbytes)
+            begin += _rounded_up(nbytes)
         slot = self.slot(begin)  # new slots drop all plans: before one is looked for
         ids = tuple(id(p) for p in parameters)
         key = (ids, dtypes, self.calls % SLOTS)
@@ -102,7 +102,7 @@ class PushedGradients:
         others = [(rank + step) % ranks for step in range(1, ranks)]
         pushes = {owner: parts(owner, rank) for owner in others}
         arrived = {sender: parts(rank, sender) for sender in others}
-        self.plans[key] = Plan(numels, pushes, arrived)
+        self.plans[key] = _Plan(numels, pushes, arrived)
         return self.plans[key]
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class PushedGradients:
         except Exception:
             self.end()  # the other ranks do not wait for more
             raise
-        self.waiting.append(Pushed(current, event, group, parameters, dtypes, flat, plan))
+        self.waiting.append(_Pushed(current, event, group, parameters, dtypes, flat, plan))
 
     def agree(self, group, parameters: list) -> None:
         """Make sure that all ranks reduce gradients of the same parameters of a unit."""
@@ -154,7 +154,7 @@ class PushedGradients:
             self.running.remove(backward)
             self.same.end()
 
-    def push(self, flat: list[torch.Tensor], plan: Plan) -> None:
+    def push(self, flat: list[torch.Tensor], plan: _Plan) -> None:
         for owner, parts in plan.pushes.items():
             for gradient, numel, part in zip(flat, plan.numels, parts, strict=True):
                 its = gradient[owner * numel : (owner + 1) * numel]  # the last may be short
@@ -182,7 +182,7 @@ class PushedGradients:
                 total = rounded.to(p.orig_dtype)
                 add(p, total.as_strided(p.sharded_size, p.contiguous_sharded_stride))
 
-    def rows_of(self, unit: Pushed, number: int) -> list[torch.Tensor]:
+    def rows_of(self, unit: _Pushed, number: int) -> list[torch.Tensor]:
         """By rank, what is to be summed of a parameter's gradient: this rank's part of it."""
         numel = unit.plan.numels[number]
         begin = self.memory.rank * numel
@@ -202,7 +202,7 @@ def largest(parameters: list) -> int:
     for p in parameters:
         if p.sharded_param.requires_grad:
             dtype = getattr(p, "param_dtype", None) or p.sharded_param.dtype
-            total += rounded_up(p.padded_sharded_param_size.numel() * dtype.itemsize)
+            total += _rounded_up(p.padded_sharded_param_size.numel() * dtype.itemsize)
     return total
 
 

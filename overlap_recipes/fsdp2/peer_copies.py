@@ -11,14 +11,14 @@ from . import peer_memory
 from .in_place_gather import Gathers, InPlaceGather, gather_in_place
 from .in_place_reduce import InPlaceReduce, PushedGradients, reduce_in_place
 
-TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # versions of torch
-INSTEAD = (
+_TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # versions of torch
+_INSTEAD = (
     "Of stock FSDP2's settings these hide communication there: set_modules_to_forward_prefetch and "
     "set_modules_to_backward_prefetch gather earlier, set_reshard_after_forward(False) on the last "
     "units gathers less, set_separate_reduce_scatter_group() (PyTorch 2.13 on) lets reductions run "
     "beside gathers"
 )
-HOSTS = "With a mesh of (hosts, GPUs of a host), which is HSDP, gathers stay on a host."
+_HOSTS = "With a mesh of (hosts, GPUs of a host), which is HSDP, gathers stay on a host."
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def use_peer_copies(model: FSDPModule, ahead: int = 2, slots: int = 4) -> PeerCo
             it has another FSDP2. The message says which, and what of stock FSDP2 would do instead.
     """
     version = ".".join(torch.__version__.split(".")[:2])
-    if version not in TRIED:
+    if version not in _TRIED:
         raise RuntimeError(
             f"nobody has tried peer copies with torch {torch.__version__}, but with "
-            f"{', '.join(TRIED)}. {INSTEAD}"
+            f"{', '.join(_TRIED)}. {_INSTEAD}"
         )
     groups = peer_memory.param_groups(model)
     for mixin in (InPlaceGather, InPlaceReduce):
@@ -70,7 +70,7 @@ def use_peer_copies(model: FSDPModule, ahead: int = 2, slots: int = 4) -> PeerCo
     if reasons == {peer_memory.ONE_RANK}:
         return PeerCopies(None, None)
     if reasons:
-        hint = HOSTS if peer_memory.HOSTS in reasons else ""
-        raise RuntimeError(f"no peer copies: {'; '.join(sorted(reasons))}. {INSTEAD}. {hint}")
+        hint = _HOSTS if peer_memory.HOSTS in reasons else ""
+        raise RuntimeError(f"no peer copies: {'; '.join(sorted(reasons))}. {_INSTEAD}. {hint}")
     gathers = gather_in_place(model, ahead, slots)
     return PeerCopies(gathers, reduce_in_place(model))

@@ -103,18 +103,18 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 # Private names of FSDP2, of its groups and of its parameters, in torch 2.11 to 2.15. They stand for
 # gathers and reductions (replaced) and the end of backward (wrapped), for full weights and padded
 # shards, and for what the user has set and where the step is.
-GROUP_NAMES = """
+_GROUP_NAMES = """
     unshard wait_for_unshard finalize_backward lazy_init fsdp_params is_sharded is_unsharded
     _to_unsharded _all_gather_result _training_state unshard_in_backward mesh_info comm_ctx modules
     _all_gather_comm _reduce_scatter_comm post_forward_mesh_info _to_sharded
     _to_sharded_post_forward post_forward pre_forward post_backward reduce_grads
     gradient_divide_factor _all_reduce_hook
 """
-PARAMETER_NAMES = """
+_PARAMETER_NAMES = """
     sharded_param padded_sharded_param_size _sharded_param_data fsdp_placement all_gather_outputs
     init_all_gather_outputs init_unsharded_param free_unsharded_param offload_to_cpu
 """
-AUTOGRAD_NAMES = "_unsafe_set_version_counter _get_sequence_nr"
+_AUTOGRAD_NAMES = "_unsafe_set_version_counter _get_sequence_nr"
 
 
 def param_groups(model: nn.Module) -> list:
@@ -137,15 +137,15 @@ def param_groups(model: nn.Module) -> list:
         raise RuntimeError("no parameter of the model is sharded: call fully_shard first")
     for group in groups.values():
         missing = []
-        for name in GROUP_NAMES.split():
+        for name in _GROUP_NAMES.split():
             if not hasattr(group, name):
                 missing.append(name)
-        for name in PARAMETER_NAMES.split():
+        for name in _PARAMETER_NAMES.split():
             if not hasattr(group.fsdp_params[0], name):
                 missing.append(name)
         if not hasattr(torch._C, "_current_graph_task_id"):
             missing.append("torch._C._current_graph_task_id")
-        for name in AUTOGRAD_NAMES.split():
+        for name in _AUTOGRAD_NAMES.split():
             if not hasattr(torch._C._autograd, name):
                 missing.append(f"torch._C._autograd.{name}")
         if missing:
@@ -153,7 +153,7 @@ def param_groups(model: nn.Module) -> list:
     return list(groups.values())
 
 
-def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
+def _why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
     """Why FSDP2 must gather this group as before; None if copies can."""
     parameters = group.fsdp_params
     if not hasattr(group.mesh_info, "shard_process_group"):
@@ -175,7 +175,7 @@ def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
 def reasons_for_stock(groups: list) -> set[str]:
     """Why FSDP2 must gather some of ``groups`` as before; empty if copies can. Collective."""
     shard_group = getattr(groups[0].mesh_info, "shard_process_group", None)
-    reasons = [why_stock(group, shard_group) for group in groups]
+    reasons = [_why_stock(group, shard_group) for group in groups]
     found = {reason for reason in reasons if reason is not None}
     if None in reasons:
         of_all = why_not(shard_group, groups[reasons.index(None)].device)
@@ -194,7 +194,7 @@ def copying_groups(model: nn.Module) -> list:
     chosen = []
     found = set()
     for group in groups:
-        reason = why_stock(group, shard_group)
+        reason = _why_stock(group, shard_group)
         if reason is None:
             chosen.append(group)
         else:
@@ -218,7 +218,7 @@ def settled(name: str) -> property:
     return property(lambda group: group.__dict__[name], refuse)
 
 
-MIXINS = ("InPlaceGather", "InPlaceReduce")
+_MIXINS = ("InPlaceGather", "InPlaceReduce")
 ours: set[type] = set()  # of them, those of this copy of the library
 
 
@@ -235,7 +235,7 @@ def refuse_twice(groups: Sequence, mixin: type) -> None:
                     "units of this model have been given to peer copies before, by "
                     "use_peer_copies, gather_in_place or reduce_in_place: call it once"
                 )
-            if kind.__name__ in MIXINS and kind not in ours:
+            if kind.__name__ in _MIXINS and kind not in ours:
                 raise RuntimeError(
                     f"another copy of this library, {kind.__module__}, has this model's units "
                     "already: make both calls, for gathers and for reductions, by one copy"

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-LIMIT_S = 600.0  # as NCCL's own for a collective
-SPINS = 50  # looks before the first pause
-PAUSE_S = 2e-5
-TURNS = 2  # a rank is never more than one turn ahead
-BYTES = 8  # of a word
+_LIMIT_S = 600.0  # as NCCL's own for a collective
+_SPINS = 50  # looks before the first pause
+_PAUSE_S = 2e-5
+_TURNS = 2  # a rank is never more than one turn ahead
+_BYTES = 8  # of a word
 END = 0xFFFF  # in place of a unit's number: a backward is over
-SETTING = "set_reduce_scatter_unused_params"
+_SETTING = "set_reduce_scatter_unused_params"
 
 
 class SameGradients:
@@ -33,7 +33,7 @@ class SameGradients:
         self.rank, self.ranks, self.units = group.rank(), group.size(), units
         self.number = {id(unit): n for n, unit in enumerate(units)}
         self.turn = 0
-        self.words = shared_words(group, TURNS * group.size())
+        self.words = _shared_words(group, _TURNS * group.size())
 
     def agree(self, unit, taking_part: list, accumulated: bool) -> None:
         """Wait for the other ranks' next reduction. Collective.
@@ -51,7 +51,7 @@ class SameGradients:
         seen = self.exchange(self.number[id(unit)], zlib.crc32(flags))
         if seen.count(seen[0]) == len(seen):
             return
-        missing = [name_of(p) for p in unit.fsdp_params if lacks_gradient(p, known)]
+        missing = [name_of(p) for p in unit.fsdp_params if _lacks_gradient(p, known)]
         here = f"{title(unit)} has gradients of all its weights"
         if missing:
             here = f"{title(unit)} has no gradient of {', '.join(missing)}"
@@ -70,17 +70,17 @@ class SameGradients:
     def exchange(self, number: int, checksum: int) -> list[int]:
         self.turn += 1
         turn = self.turn & 0xFFFF
-        first = self.turn % TURNS * self.ranks
+        first = self.turn % _TURNS * self.ranks
         self.words[first + self.rank] = turn << 48 | number << 32 | checksum
         seen = []
         for rank in range(self.ranks):
-            deadline, looks = time.monotonic() + LIMIT_S, 0
+            deadline, looks = time.monotonic() + _LIMIT_S, 0
             while self.words[first + rank] >> 48 != turn:
                 looks += 1
-                if looks > SPINS:
-                    time.sleep(PAUSE_S)
+                if looks > _SPINS:
+                    time.sleep(_PAUSE_S)
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"rank {rank} has not come to a reduction in {LIMIT_S} s")
+                    raise RuntimeError(f"rank {rank} has not come to a reduction in {_LIMIT_S} s")
             seen.append(self.words[first + rank])
         return seen
 
@@ -106,14 +106,14 @@ def advice(units: list) -> str:
         "Use every unit and weight in forward on every rank, for example by adding 0 times their "
         "sum to an output that the loss depends on"
     )
-    if all(getattr(unit, SETTING.removeprefix("set_"), False) for unit in units):
-        return f"{SETTING} does not help where ranks reduce units in another order. {ours}"
-    if hasattr(FSDPModule, SETTING):
-        return f"Call model.{SETTING}(True), which reduces zeros for them. Or: {ours}"
-    return f"This torch has no {SETTING} (2.13 has). {ours}"
+    if all(getattr(unit, _SETTING.removeprefix("set_"), False) for unit in units):
+        return f"{_SETTING} does not help where ranks reduce units in another order. {ours}"
+    if hasattr(FSDPModule, _SETTING):
+        return f"Call model.{_SETTING}(True), which reduces zeros for them. Or: {ours}"
+    return f"This torch has no {_SETTING} (2.13 has). {ours}"
 
 
-def lacks_gradient(p, known: set[int]) -> bool:
+def _lacks_gradient(p, known: set[int]) -> bool:
     return p.sharded_param.requires_grad and id(p) not in known
 
 
@@ -128,14 +128,14 @@ def title(unit) -> str:
     return f"{kind} ({name})" if name else kind
 
 
-def shared_words(group: dist.ProcessGroup, words: int) -> memoryview:
+def _shared_words(group: dist.ProcessGroup, words: int) -> memoryview:
     """Zeros in memory that all ranks of a group share, a word of 8 bytes each. Collective."""
     agreed = [tempfile.mkdtemp() if group.rank() == 0 else None]
     if agreed[0] is not None:
-        (Path(agreed[0]) / "words").write_bytes(bytes(words * BYTES))
+        (Path(agreed[0]) / "words").write_bytes(bytes(words * _BYTES))
     dist.broadcast_object_list(agreed, group=group, group_src=0)
     with open(Path(agreed[0]) / "words", "r+b") as file:
-        mapped = mmap.mmap(file.fileno(), words * BYTES)
+        mapped = mmap.mmap(file.fileno(), words * _BYTES)
     dist.barrier(group)
     if group.rank() == 0:
         shutil.rmtree(agreed[0])  # the mappings keep the file alive

@@ -20,10 +20,10 @@ from . import peer_memory
 # ``_module_info``, ``_states_to_forward_prefetch`` and ``_states_to_backward_prefetch``; of
 # DTensors ``_local_tensor``, of storages ``_cdata``; ``torch._foreach_copy_``.
 
-ALIGNMENT = 512  # bytes: where a weight may begin in a slot
-GRAIN = 8 << 20  # bytes: what the size of a slot is a multiple of
+_ALIGNMENT = 512  # bytes: where a weight may begin in a slot
+_GRAIN = 8 << 20  # bytes: what the size of a slot is a multiple of
 SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
-SAMPLE = 64  # elements of each shard that are compared with what was gathered, where used
+_SAMPLE = 64  # elements of each shard that are compared with what was gathered, where used
 
 
 @dataclass(eq=False)
@@ -45,12 +45,12 @@ class Slot:
         return self.of_ranks[0].nbytes
 
 
-def dtype_of(p) -> torch.dtype:
+def _dtype_of(p) -> torch.dtype:
     """What a parameter is gathered in."""
     return p.param_dtype or p.orig_dtype
 
 
-def rounded_up(nbytes: int, multiple: int) -> int:
+def _rounded_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
@@ -78,12 +78,12 @@ class Slots:
         places = []  # of each full weight in the slot
         end = 0
         for p in group.fsdp_params:
-            nbytes = p.padded_sharded_param_size.numel() * dtype_of(p).itemsize
+            nbytes = p.padded_sharded_param_size.numel() * _dtype_of(p).itemsize
             shard_bytes.append(nbytes)
             places.append(end)
-            end += rounded_up(self.memory.ranks * nbytes, ALIGNMENT)
+            end += _rounded_up(self.memory.ranks * nbytes, _ALIGNMENT)
 
-        group.slot = self.free_slot(rounded_up(end, GRAIN), exclusive)
+        group.slot = self.free_slot(_rounded_up(end, _GRAIN), exclusive)
         group.slot.number = self.given
         group.sample = None
         group.full_versions = ()
@@ -127,7 +127,7 @@ class Slots:
         flat = []  # by rank: the full weight
         rows = []  # by rank: the same, by the rank that a row's shard is of
         for memory in group.slot.of_ranks:
-            whole = memory.data[place:][: ranks * nbytes].view(dtype_of(p))
+            whole = memory.data[place:][: ranks * nbytes].view(_dtype_of(p))
             flat.append(whole)
             rows.append(whole.data.view(ranks, -1))  # autograd does not see what fills it
         p.own = rows[rank][rank]
@@ -224,7 +224,7 @@ class Sample:
             now = []
             for own, shard in zip(gathered, shards, strict=True):
                 if own.dtype == dtype:
-                    every = max(1, -(-own.numel() // SAMPLE))
+                    every = max(1, -(-own.numel() // _SAMPLE))
                     then.append(own.detach()[::every])
                     now.append(shard.detach()[::every])
             casts = any(source.dtype != dtype for source in now)
@@ -279,7 +279,7 @@ def outdated(group) -> bool:
     return group.filled_from != versions(group)
 
 
-def full_weights(group) -> list[torch.Tensor]:
+def _full_weights(group) -> list[torch.Tensor]:
     """What the modules of a unit compute with; of a DTensor its local tensor as well."""
     weights = []
     for p in group.fsdp_params:
@@ -299,7 +299,7 @@ def forbid_reading(group) -> None:
     Raises:
         RuntimeError: forward or its hooks have changed them, in memory that other ranks read.
     """
-    weights = full_weights(group)
+    weights = _full_weights(group)
     found = tuple(weight._version for weight in weights)
     in_use = group.versions_in_use
     if in_use and in_use != found:
@@ -314,7 +314,7 @@ def forbid_reading(group) -> None:
 
 def allow_reading(group) -> None:
     """The full weights of a unit lie where autograd knows them: take ``forbid_reading`` back."""
-    weights = tuple(full_weights(group))
+    weights = tuple(_full_weights(group))
     if group.full_versions:
         torch._C._autograd._unsafe_set_version_counter(weights, group.full_versions)
     group.versions_in_use = tuple(weight._version for weight in weights)
@@ -330,7 +330,7 @@ def refuse_returned(group, output: object) -> None:
     Raises:
         RuntimeError: names the unit.
     """
-    ours = {storage_of(weight) for weight in full_weights(group)}
+    ours = {storage_of(weight) for weight in _full_weights(group)}
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
             if storage_of(leaf) in ours:

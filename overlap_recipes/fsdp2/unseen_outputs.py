@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-OF_MODULES = frozenset(vars(nn.Module()))  # what every module has: parameters, hooks, submodules
+_OF_MODULES = frozenset(vars(nn.Module()))  # what every module has: parameters, hooks, submodules
 
 
 def own_modules(group) -> list[nn.Module]:
@@ -53,8 +53,8 @@ def unseen(group, output: object) -> Iterator[torch.Tensor]:
         elif hasattr(leaf, "__dict__"):
             yield from tensors_in(list(vars(leaf).values()))
     for module in group.keepers:
-        if len(vars(module)) > len(OF_MODULES):
-            kept = [v for name, v in vars(module).items() if name not in OF_MODULES]
+        if len(vars(module)) > len(_OF_MODULES):
+            kept = [v for name, v in vars(module).items() if name not in _OF_MODULES]
             yield from tensors_in(kept)
 
 

@@ -42,7 +42,7 @@ __all__ = ["ActivationOffload"]
 SMALLEST = 1 << 20  # bytes; a smaller tensor costs more to launch than its copy frees
 
 
-class Storage:
+class _Storage:
     """A storage that autograd needs: on the device, in the pool, on the device again."""
 
     def __init__(self, source: torch.Tensor, host: torch.Tensor, index: int, streams) -> None:
@@ -63,19 +63,19 @@ def unchanged(tensor: torch.Tensor, saved: int, latest: int) -> torch.Tensor:
     return tensor
 
 
-def cast_of(tensor: torch.Tensor) -> torch.Tensor:
+def _cast_of(tensor: torch.Tensor) -> torch.Tensor:
     """The leaf of which a tensor is a cast, as autocast makes them of weights; else the tensor."""
     node = tensor.grad_fn
     cast = node is not None and node.name() == "ToCopyBackward0"
     return getattr(node.next_functions[0][0], "variable", tensor) if cast else tensor
 
 
-def view_of(memory: torch.UntypedStorage, dtype: torch.dtype, *layout) -> torch.Tensor:
+def _view_of(memory: torch.UntypedStorage, dtype: torch.dtype, *layout) -> torch.Tensor:
     """A tensor in ``memory``; ``layout`` is offset, size and stride, or nothing for all of it."""
     return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, *layout)
 
 
-def total(storages: Iterable[Storage]) -> int:
+def _total(storages: Iterable[_Storage]) -> int:
     return sum(storage.host.nbytes for storage in storages)
 
 
@@ -123,9 +123,9 @@ class ActivationOffload:
         self.known = weakref.WeakKeyDictionary()  # storage in memory -> reference to its Storage
         # Storage in memory -> (reference to the saved tensor that stays on the device, version)
         self.left_out = weakref.WeakKeyDictionary()
-        self.in_order: list[weakref.ref[Storage]] = []
-        self.leaving = deque[Storage]()
-        self.arriving = set[Storage]()
+        self.in_order: list[weakref.ref[_Storage]] = []
+        self.leaving = deque[_Storage]()
+        self.arriving = set[_Storage]()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -163,7 +163,7 @@ class ActivationOffload:
             return True
         if tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized:
             return True
-        if tensor.device != self.device or isinstance(cast_of(base), nn.Parameter):
+        if tensor.device != self.device or isinstance(_cast_of(base), nn.Parameter):
             return True
         memory = tensor.untyped_storage()
         if memory.data_ptr() in self.staying or memory.nbytes() < self.smallest:
@@ -185,11 +185,13 @@ class ActivationOffload:
         self.prefetch(storage.index)
         memory = storage.back if left else storage.source
         latest = storage.latest if left else storage.source._version
-        return unchanged(view_of(memory.untyped_storage(), dtype, *layout), storage.version, latest)
+        return unchanged(
+            _view_of(memory.untyped_storage(), dtype, *layout), storage.version, latest
+        )
 
     # To the host
 
-    def store(self, source: torch.Tensor) -> Storage | None:
+    def store(self, source: torch.Tensor) -> _Storage | None:
         """Queue the copy of a storage to the host; None if the budget does not hold it."""
         memory = source.untyped_storage()
         if self.used + memory.nbytes() > self.budget:
@@ -199,16 +201,16 @@ class ActivationOffload:
         host = self.pool.bytes[self.used : self.used + memory.nbytes()]
         self.used += host.nbytes
         self.release(self.window - host.nbytes)
-        storage = Storage(source, host, len(self.in_order), self.streams)
+        storage = _Storage(source, host, len(self.in_order), self.streams)
         ready = self.streams.current_stream().record_event()
         with self.streams.stream(self.d2h):
             self.d2h.wait_event(ready)
-            host.copy_(view_of(memory, torch.uint8), non_blocking=True)
+            host.copy_(_view_of(memory, torch.uint8), non_blocking=True)
             storage.stored.record(self.d2h)
         self.known[memory] = weakref.ref(storage)
         self.in_order.append(self.known[memory])
         self.leaving.append(storage)
-        self.peak = max(self.peak, total(self.leaving) + total(self.arriving))
+        self.peak = max(self.peak, _total(self.leaving) + _total(self.arriving))
         return storage
 
     def leave_out(self, source: torch.Tensor) -> None:
@@ -223,7 +225,7 @@ class ActivationOffload:
 
     def release(self, most: int) -> None:
         """Drop the oldest sources until at most ``most`` bytes are on their way to the host."""
-        while self.leaving and total(self.leaving) > most:
+        while self.leaving and _total(self.leaving) > most:
             storage = self.leaving.popleft()
             self.streams.current_stream().wait_event(storage.stored)
             storage.latest = storage.source._version
@@ -231,7 +233,7 @@ class ActivationOffload:
 
     # Back to the device
 
-    def load(self, storage: Storage) -> None:
+    def load(self, storage: _Storage) -> None:
         """Queue the copy of a storage back to the device."""
         storage.back = torch.empty_like(storage.host, device=self.device)
         free = self.streams.current_stream().record_event()
@@ -240,13 +242,13 @@ class ActivationOffload:
             storage.back.copy_(storage.host, non_blocking=True)
             storage.loaded.record(self.h2d)
         self.arriving.add(storage)
-        self.peak = max(self.peak, total(self.leaving) + total(self.arriving))
+        self.peak = max(self.peak, _total(self.leaving) + _total(self.arriving))
 
     def prefetch(self, index: int) -> None:
         """Load what was saved before number ``index``, last first, as far as the window allows."""
         for storage in (reference() for reference in reversed(self.in_order[:index])):
             if storage and storage.source is None and storage.back is None:
-                coming = total(other for other in self.arriving if other.index < index)
+                coming = _total(other for other in self.arriving if other.index < index)
                 if coming and coming + storage.host.nbytes > self.window:
                     break
                 self.load(storage)

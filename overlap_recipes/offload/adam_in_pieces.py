@@ -11,13 +11,13 @@ from torch import nn
 
 # Private by name: ``torch._fused_adamw_``.
 
-CHANGES = 2**24  # parameters: those that are compared with their masters at a time
+_CHANGES = 2**24  # parameters: those that are compared with their masters at a time
 PIECE = 2**16  # parameters: what is read twice of a piece stays in the cache of one core
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-Tensors = list[torch.Tensor]
+_Tensors = list[torch.Tensor]
 
 
-def fused_adamw(settings: dict, gradient, step, master, exp_avg, exp_avg_sq, skip=None) -> None:
+def _fused_adamw(settings: dict, gradient, step, master, exp_avg, exp_avg_sq, skip=None) -> None:
     """One step of AdamW in fp32, the one that ``step`` counts; none if ``skip`` is 1."""
     beta1, beta2 = settings["betas"]
     torch._fused_adamw_(
@@ -38,7 +38,7 @@ def fused_adamw(settings: dict, gradient, step, master, exp_avg, exp_avg_sq, ski
     )
 
 
-def adamw(p: Tensors, g: Tensors, m: Tensors, v: Tensors, step: Tensors, numbers: list[float]):
+def adamw(p: _Tensors, g: _Tensors, m: _Tensors, v: _Tensors, step: _Tensors, numbers: list[float]):
     """The same, as TorchScript can have it; ``numbers`` by ``numbers_of``."""
     torch._fused_adamw_(
         p,
@@ -64,7 +64,7 @@ def numbers_of(settings: dict, scale: float) -> list[float]:
     return [rate, beta1, beta2, settings["eps"], settings["weight_decay"], scale]
 
 
-def update_pieces(block: Tensors, parts: list[Tensors], step: Tensors, numbers: list[float]):
+def update_pieces(block: _Tensors, parts: list[_Tensors], step: _Tensors, numbers: list[float]):
     """A step for a block: gradient, weight, master, two moments, and a scratch as long as a piece.
 
     ``parts``: four lists of one tensor each, to be overwritten, for a piece's master, moments and
@@ -107,7 +107,7 @@ def without_lock(function: Callable) -> Callable:
         return function
 
 
-def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: list) -> None:
+def update_block(update: Callable, block: _Tensors, step: torch.Tensor, numbers: list) -> None:
     """Call ``update``, which is ``update_pieces``.
 
     Raises:
@@ -139,14 +139,14 @@ def host_threads() -> int:
     return max(1, min(len(own), len(of_host) // ranks) - 1)
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 FP32 = torch.float32  # whatever the default dtype is
 
 
 def state_on_device(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """Of a parameter that stays on the device: step, fp32 master and moments."""
     master = parameter.detach().float()
-    state = {name: torch.zeros_like(master) for name in MOMENTS}
+    state = {name: torch.zeros_like(master) for name in _MOMENTS}
     state["step"] = torch.zeros((), dtype=FP32, device=master.device)
     state["master"] = master
     return state
@@ -217,13 +217,13 @@ def take_changes(master: torch.Tensor, weight: torch.Tensor) -> None:
     """Where a weight is not its rounded master, something else has changed it: it counts."""
     parts = [(master, weight)]
     if weight.ndim > 0:
-        rows = max(1, CHANGES // max(1, weight[:1].numel()))
+        rows = max(1, _CHANGES // max(1, weight[:1].numel()))
         parts = zip(master.split(rows), weight.split(rows), strict=True)
     for own, found in parts:
         torch.where(own.to(found.dtype) == found, own, found, out=own)
 
 
-def follow_memory(parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
+def _follow_memory(parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
     """Let a weight in fp32 be its own master, where it got other memory, too."""
     if parameter.dtype == torch.float32:
         if parameter.data_ptr() != state["master"].data_ptr():
@@ -234,14 +234,14 @@ def follow_memory(parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> No
 
 def update_on_device(settings: dict, parameter: nn.Parameter, state, scale, skip) -> None:
     """The same step there; ``scale`` and ``skip`` are on the device as well, nothing waits."""
-    follow_memory(parameter, state)
+    _follow_memory(parameter, state)
     step = state["step"]
     step += 1 - skip
     master = state["master"]
     if parameter.dtype != torch.float32:
         take_changes(master, parameter.detach())
     gradient = parameter.grad.float().mul_(scale)
-    fused_adamw(settings, gradient, step, master, state["exp_avg"], state["exp_avg_sq"], skip)
+    _fused_adamw(settings, gradient, step, master, state["exp_avg"], state["exp_avg_sq"], skip)
     if parameter.dtype != torch.float32:
         parameter.copy_(master)
 

@@ -52,10 +52,10 @@ def exchanged(tree, others: dict[int, torch.Tensor]):
     Raises:
         TypeError: a tensor to be exchanged is in a tuple, list or dict of another class.
     """
-    return Copying(others).copy(tree)
+    return _Copying(others).copy(tree)
 
 
-class Copying:
+class _Copying:
     """Copies nests; what comes twice is copied once."""
 
     def __init__(self, others: dict[int, torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from .kept_things import attributes_of_object, is_object, set_attributes
 
-GIVEN = "_given_to_layers_in_training"  # an attribute of such a cache: the layers' numbers
+_GIVEN = "_given_to_layers_in_training"  # an attribute of such a cache: the layers' numbers
 
 
 def is_cache(value) -> bool:
@@ -19,7 +19,7 @@ def is_cache(value) -> bool:
     return hasattr(value, "get_seq_length") and not isinstance(value, type)
 
 
-def caches_in(args: tuple, kwargs: dict) -> list:
+def _caches_in(args: tuple, kwargs: dict) -> list:
     """The caches among a layer's arguments."""
     return [x for x in (*args, *kwargs.values()) if is_cache(x)]
 
@@ -58,7 +58,7 @@ def refuse_going_on(args: tuple, kwargs: dict) -> None:
     Raises:
         ValueError: says what to do.
     """
-    if any(hasattr(cache, GIVEN) for cache in caches_in(args, kwargs)):
+    if any(hasattr(cache, _GIVEN) for cache in _caches_in(args, kwargs)):
         raise ValueError(
             "this cache is empty: layers that are trained run again in backward and keep no keys "
             "and values. Decode under torch.no_grad, from the first token on, with a new cache; "
@@ -72,11 +72,11 @@ def empty_copies(layer: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     Raises:
         ValueError: a cache is not empty, or the layer had it before.
     """
-    found = caches_in(args, kwargs)
+    found = _caches_in(args, kwargs)
     if not found:
         return args, kwargs
     for cache in found:
-        had_by = vars(cache).setdefault(GIVEN, set())
+        had_by = vars(cache).setdefault(_GIVEN, set())
         if layer in had_by:
             refuse_going_on(args, kwargs)
         if cache.get_seq_length():

@@ -32,7 +32,7 @@ class Results:
 
 
 @dataclass
-class Difference:
+class _Difference:
     """Where runs differ first, and how, in words."""
 
     place: str
@@ -73,13 +73,13 @@ def check_first_step(streamed: StreamedModel, run: Callable[[], object]) -> bool
     """
 
     def look() -> bool:
-        refuse_gradients(streamed)
-        return compare_runs(streamed, run)
+        _refuse_gradients(streamed)
+        return _compare_runs(streamed, run)
 
     return own_result(look)
 
 
-def refuse_gradients(streamed: StreamedModel) -> None:
+def _refuse_gradients(streamed: StreamedModel) -> None:
     there = any(parameter.grad is not None for parameter in streamed.model.parameters())
     for layer in range(len(streamed.layers)):
         streamed.look_at_gradients(layer)
@@ -89,22 +89,22 @@ def refuse_gradients(streamed: StreamedModel) -> None:
         )
 
 
-def compare_runs(streamed: StreamedModel, run: Callable[[], object]) -> bool:
+def _compare_runs(streamed: StreamedModel, run: Callable[[], object]) -> bool:
     """Whether a streamed run has all bits of a resident one.
 
     Raises:
         AssertionError: it has not, whatever the order of sums.
     """
-    with unchanged(streamed), without_optimizer(streamed):
-        ours = results_of(streamed, run)
-    resident = resident_results(streamed, run)
-    if first_difference(ours, resident) is None:
+    with unchanged(streamed), _without_optimizer(streamed):
+        ours = _results_of(streamed, run)
+    resident = _resident_results(streamed, run)
+    if _first_difference(ours, resident) is None:
         return True
-    in_our_order = resident_results(streamed, run, layers_add_first)
-    difference = first_difference(ours, in_our_order)
+    in_our_order = _resident_results(streamed, run, _layers_add_first)
+    difference = _first_difference(ours, in_our_order)
     if difference is None:
         return False
-    again = first_difference(resident_results(streamed, run, layers_add_first), in_our_order)
+    again = _first_difference(_resident_results(streamed, run, _layers_add_first), in_our_order)
     if again is not None and again.place == difference.place:
         raise AssertionError(
             f"{difference.words}; but two resident runs differ there as well: "
@@ -118,20 +118,20 @@ def compare_runs(streamed: StreamedModel, run: Callable[[], object]) -> bool:
 # Runs
 
 
-def resident_results(
+def _resident_results(
     streamed: StreamedModel, run: Callable[[], object], order: Callable = nullcontext
 ) -> Results:
     """Of a run with all layers on the device, or, if that has not the memory, of one at a time."""
     try:
         with unchanged(streamed), all_on_device(streamed), order(streamed):
-            return results_of(streamed, run)
+            return _results_of(streamed, run)
     except torch.OutOfMemoryError:
         pass
-    with unchanged(streamed), one_on_device(streamed), order(streamed):
-        return results_of(streamed, run)
+    with unchanged(streamed), _one_on_device(streamed), order(streamed):
+        return _results_of(streamed, run)
 
 
-def results_of(streamed: StreamedModel, run: Callable[[], object]) -> Results:
+def _results_of(streamed: StreamedModel, run: Callable[[], object]) -> Results:
     """Run forward and backward; the gradients are taken from the parameters."""
     with torch.enable_grad():
         outputs = tensors_in(run())
@@ -165,35 +165,35 @@ def gradients_of(streamed: StreamedModel) -> dict[str, torch.Tensor]:
     return found
 
 
-class Comparison(Follower):
+class _Comparison(Follower):
     """Compares gradients, whatever their dtype, and does nothing with them."""
 
     takes_sums = True
 
 
 @contextmanager
-def without_optimizer(streamed: StreamedModel) -> Iterator[None]:
+def _without_optimizer(streamed: StreamedModel) -> Iterator[None]:
     """In the block, gradients are neither averaged nor used."""
     optimizer = streamed.follower
-    streamed.follower = Comparison()  # no update is due: ``unchanged`` has waited
+    streamed.follower = _Comparison()  # no update is due: ``unchanged`` has waited
     try:
         yield
     finally:
         streamed.follower = optimizer
 
 
-def plain_layers(streamed: StreamedModel) -> list[Plain]:
+def _plain_layers(streamed: StreamedModel) -> list[Plain]:
     """Of all layers, those that stay on the device as well."""
     return [*streamed.resident.plain, *streamed.plain]
 
 
 @contextmanager
-def layers_add_first(streamed: StreamedModel) -> Iterator[None]:
+def _layers_add_first(streamed: StreamedModel) -> Iterator[None]:
     """In the block, each layer adds up what it has of a gradient: its tensors are its own views."""
-    layers = [each.layer for each in plain_layers(streamed)]
+    layers = [each.layer for each in _plain_layers(streamed)]
     forwards = [layer.forward for layer in layers]
     for layer, forward in zip(layers, forwards, strict=True):
-        layer.forward = partial(run_with_views, forward)
+        layer.forward = partial(_run_with_views, forward)
     try:
         yield
     finally:
@@ -201,7 +201,7 @@ def layers_add_first(streamed: StreamedModel) -> Iterator[None]:
             layer.forward = forward
 
 
-def run_with_views(forward: Callable, /, *args, **kwargs):
+def _run_with_views(forward: Callable, /, *args, **kwargs):
     """Run a layer on views of its tensors, each a tensor of its own in autograd's graph.
 
     Autograd adds up all gradients that reach one tensor before it goes on. So what a layer has of a
@@ -213,9 +213,9 @@ def run_with_views(forward: Callable, /, *args, **kwargs):
 
 
 @contextmanager
-def original_forwards(streamed: StreamedModel) -> Iterator[None]:
+def _original_forwards(streamed: StreamedModel) -> Iterator[None]:
     """In the block, layers run the forward that they had before they were streamed."""
-    plain = plain_layers(streamed)
+    plain = _plain_layers(streamed)
     ours = [each.layer.forward for each in plain]
     for each in plain:
         each.give_back()
@@ -231,7 +231,7 @@ def all_on_device(streamed: StreamedModel) -> Iterator[None]:
     """In the block, the model is as it was before it was streamed, all of it on the device."""
     parameters = [p for layer in streamed.layers for p in layer.module.parameters()]
     on_host = [parameter.data for parameter in parameters]
-    with original_forwards(streamed):
+    with _original_forwards(streamed):
         try:
             for parameter in parameters:
                 parameter.data = parameter.data.to(streamed.device, copy=True)
@@ -243,16 +243,16 @@ def all_on_device(streamed: StreamedModel) -> Iterator[None]:
 
 
 @contextmanager
-def one_on_device(streamed: StreamedModel) -> Iterator[None]:
+def _one_on_device(streamed: StreamedModel) -> Iterator[None]:
     """In the block, each layer's weights are copied to the device where they are used."""
-    with original_forwards(streamed):
+    with _original_forwards(streamed):
         for each in streamed.plain:
             runs = Plain(each.layer)
-            each.layer.forward = partial(run_with_copies, runs, streamed.device)
+            each.layer.forward = partial(_run_with_copies, runs, streamed.device)
         yield
 
 
-def run_with_copies(plain: Plain, device: torch.device, /, *args, **kwargs):
+def _run_with_copies(plain: Plain, device: torch.device, /, *args, **kwargs):
     """Run a layer; of its weights' copies autograd keeps nothing, and copies them again.
 
     Autograd saves tensors for backward, copies of weights and views of these among them. In place
@@ -298,7 +298,7 @@ def unchanged(streamed: StreamedModel) -> Iterator[None]:
         attributes = {name: fresh(value) for name, value in attributes_of(module).items()}
         modules[module] = attributes
         contents.append(Contents([*own_values(attributes), attributes["_buffers"]]))
-    restore_numbers = random_numbers(streamed.device)
+    restore_numbers = _random_numbers(streamed.device)
     try:
         yield
     finally:
@@ -314,7 +314,7 @@ def unchanged(streamed: StreamedModel) -> Iterator[None]:
         streamed.model.zero_grad()
 
 
-def random_numbers(device: torch.device) -> Callable[[], None]:
+def _random_numbers(device: torch.device) -> Callable[[], None]:
     """What sets generators to what they are now: torch's, Python's, and NumPy's if it is there."""
     setters = [partial(torch.set_rng_state, torch.get_rng_state())]
     setters.append(partial(random.setstate, random.getstate()))
@@ -335,22 +335,22 @@ def random_numbers(device: torch.device) -> Callable[[], None]:
 # Differences
 
 
-def first_difference(ours: Results, theirs: Results) -> Difference | None:
+def _first_difference(ours: Results, theirs: Results) -> _Difference | None:
     """Outputs, then buffers, then gradients, in the order of the model."""
     if len(ours.outputs) != len(theirs.outputs):
         counts = f"{len(ours.outputs)} outputs, resident {len(theirs.outputs)}"
-        return Difference("outputs", counts)
+        return _Difference("outputs", counts)
     for number, pair in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
         if not same_bits(*pair):
-            return Difference(f"output {number}", f"output {number} {apart(*pair)}")
+            return _Difference(f"output {number}", f"output {number} {_apart(*pair)}")
     for name in ours.buffers | theirs.buffers:
         pair = ours.buffers.get(name), theirs.buffers.get(name)
         if not same_bits(*pair):
-            return Difference(name, f"buffer {name} {apart(*pair)}")
+            return _Difference(name, f"buffer {name} {_apart(*pair)}")
     for name in ours.gradients | theirs.gradients:
         pair = ours.gradients.get(name), theirs.gradients.get(name)
         if not same_gradients(*pair):
-            return Difference(name, f"the gradient of {name} {apart(*pair)}")
+            return _Difference(name, f"the gradient of {name} {_apart(*pair)}")
     return None
 
 
@@ -359,10 +359,10 @@ def same_bits(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
         return x is y
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
-    return torch.equal(as_bytes(x), as_bytes(y))
+    return torch.equal(_as_bytes(x), _as_bytes(y))
 
 
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
@@ -374,7 +374,7 @@ def same_gradients(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
     return one is None or not one.any()
 
 
-def apart(x: torch.Tensor | None, y: torch.Tensor | None) -> str:
+def _apart(x: torch.Tensor | None, y: torch.Tensor | None) -> str:
     """How far ``x`` is from ``y``, in words."""
     if x is None or y is None:
         return "is there streamed alone" if y is None else "is there resident alone"

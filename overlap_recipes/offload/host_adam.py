@@ -22,7 +22,7 @@ from .host_memory import ranks_of_host, refuse_more_than_free
 BLOCK = 2**20  # parameters that a thread updates in one call
 
 
-class Buffers(NamedTuple):
+class _Buffers(NamedTuple):
     """What an update of some of a layer's parameters, of one dtype, reads and writes."""
 
     gradients: HostBuffer
@@ -125,7 +125,7 @@ class HostUpdates(Follower):
         """How many ranks of this host have a copy."""
         return ranks_of_host()
 
-    def take(self, layer, steps: torch.Tensor) -> list[Buffers]:
+    def take(self, layer, steps: torch.Tensor) -> list[_Buffers]:
         """Buffers of a ``HostLayer``: gradients, weights, and new ones of masters and moments."""
         missing = [name for name, p in layer.trained.items() if p not in self.group_of]
         if missing:
@@ -149,7 +149,7 @@ class HostUpdates(Follower):
                     "exp_avg": exp_avg.views[name],
                     "exp_avg_sq": exp_avg_sq.views[name],
                 }
-            taken.append(Buffers(gradients, weights, master, exp_avg, exp_avg_sq))
+            taken.append(_Buffers(gradients, weights, master, exp_avg, exp_avg_sq))
         return taken
 
     def cut(self, layer: int) -> list[tuple]:
@@ -170,7 +170,7 @@ class HostUpdates(Follower):
 
     # The training thread
 
-    def few_of(self, buffers: list[Buffers]) -> list[tuple]:
+    def few_of(self, buffers: list[_Buffers]) -> list[tuple]:
         """Of weights that have a master of their own: a few elements, beside the master's."""
         few = []
         for each in buffers:

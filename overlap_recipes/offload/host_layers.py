@@ -20,7 +20,7 @@ from torch import nn
 
 from ..page_locked import PageLocked, private_memory
 
-SAMPLE = 64  # elements of each tensor, to see changes that PyTorch does not count
+_SAMPLE = 64  # elements of each tensor, to see changes that PyTorch does not count
 ALIGNMENT = 256  # elements: where a parameter may begin, 512 bytes of bf16 as on a CUDA device
 
 
@@ -71,7 +71,7 @@ class HostBuffer:
         """Of each part some elements, 1-D views: they are what it is now."""
         few = []
         for view in self.views.values():
-            every = max(1, -(-view.numel() // SAMPLE))
+            every = max(1, -(-view.numel() // _SAMPLE))
             few.append(view.view(-1)[::every])
         return few
 

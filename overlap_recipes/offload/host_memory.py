@@ -66,12 +66,12 @@ def _cgroups(root: Path) -> Iterator[Path]:
             yield folder
 
 
-LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+_LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 def _left_of(folder: Path) -> int | None:
     """A cgroup's limit less what it uses, but for files that it can drop."""
-    for limit_name, used_name in LIMITS:
+    for limit_name, used_name in _LIMITS:
         limit = _text(folder / limit_name).strip()
         used = _text(folder / used_name).strip()
         if not limit.isdecimal() or not used.isdecimal():  # no limit is "max"

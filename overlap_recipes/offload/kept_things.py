@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-MOST = 10_000  # values that are looked at: data that a module holds are left alone
-PLAIN = (SimpleNamespace, Namespace)  # objects of the standard library that are only attributes
-CONTAINERS = (list, dict, set, deque)
+_MOST = 10_000  # values that are looked at: data that a module holds are left alone
+_PLAIN = (SimpleNamespace, Namespace)  # objects of the standard library that are only attributes
+_CONTAINERS = (list, dict, set, deque)
 
 
 class Draws:
@@ -82,9 +82,9 @@ def is_object(value) -> bool:
 
     A configuration of transformers is none: it is large, and every layer has it.
     """
-    if isinstance(value, PLAIN):
+    if isinstance(value, _PLAIN):
         return True
-    if isinstance(value, (nn.Module, torch.Tensor, type, *CONTAINERS, UserDict)):
+    if isinstance(value, (nn.Module, torch.Tensor, type, *_CONTAINERS, UserDict)):
         return False
     package = type(value).__module__.partition(".")[0]
     if package == "torch" or package in sys.stdlib_module_names:
@@ -129,7 +129,7 @@ def things_in(values: Iterable) -> list:
     found = []
     seen = set()
     waiting = deque(values)
-    for _ in range(MOST):
+    for _ in range(_MOST):
         if not waiting:
             break
         value = waiting.popleft()
@@ -141,7 +141,7 @@ def things_in(values: Iterable) -> list:
         elif isinstance(value, dict):
             found.append(value)
             waiting += value.values()
-        elif isinstance(value, CONTAINERS):
+        elif isinstance(value, _CONTAINERS):
             found.append(value)
             waiting += value
         elif isinstance(value, torch.Tensor) or is_array(value) or is_source(value):
@@ -172,7 +172,7 @@ def _setter(thing) -> Callable[[], None]:
         return partial(_fill, thing, thing.detach().clone())
     if is_array(thing):
         return partial(thing.__setitem__, Ellipsis, thing.copy())
-    if isinstance(thing, CONTAINERS):
+    if isinstance(thing, _CONTAINERS):
         return partial(_refill, thing, copy(thing))
     return partial(set_attributes, thing, attributes_of_object(thing))
 

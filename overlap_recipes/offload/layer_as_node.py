@@ -28,9 +28,9 @@ from .layer_state import LayerState, version_of
 # Private by name: ``_will_engine_execute_node`` and ``_are_functorch_transforms_active`` of
 # ``torch._C``; ``_version`` and ``_backward_hooks`` of tensors.
 
-MARK = "of_a_streamed_layer"  # an attribute of such a layer's forward
-FEW = 1024  # elements of a result that are compared between a layer's first two runs
-MOST = 2**-5  # by which these may differ, of the largest; the order of sums changes far less
+_MARK = "of_a_streamed_layer"  # an attribute of such a layer's forward
+_FEW = 1024  # elements of a result that are compared between a layer's first two runs
+_MOST = 2**-5  # by which these may differ, of the largest; the order of sums changes far less
 
 
 def refuse(title: str, *_) -> None:
@@ -54,12 +54,12 @@ def named(title: str) -> Iterator[None]:
 
 
 @contextmanager
-def naming_changed_inputs() -> Iterator[None]:
+def _naming_changed_inputs() -> Iterator[None]:
     """Where autograd refuses that a layer changes its input in place, say so."""
     try:
         yield
     except RuntimeError as error:
-        if f"of {Entrance.__name__} is a view" not in str(error):
+        if f"of {_Entrance.__name__} is a view" not in str(error):
             raise
         raise RuntimeError(
             "a layer changes an argument in place, and backward runs it again: have it change a "
@@ -69,13 +69,13 @@ def naming_changed_inputs() -> Iterator[None]:
 
 def marked(forward: partial) -> partial:
     """A forward that any copy of this library knows for one of a streamed layer."""
-    setattr(forward, MARK, True)
+    setattr(forward, _MARK, True)
     return forward
 
 
 def is_streamed(layer: nn.Module) -> bool:
     """Whether this copy of the library, or another, streams a layer or a module of it."""
-    return any(hasattr(vars(m).get("forward"), MARK) for m in layer.modules())
+    return any(hasattr(vars(m).get("forward"), _MARK) for m in layer.modules())
 
 
 def refuse_func() -> None:
@@ -87,7 +87,7 @@ def refuse_func() -> None:
         )
 
 
-def leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
+def _leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
     """Tensors at the end of a graph, but for what is behind its entrances."""
     nodes = [end.node for end in ends if end is not None]
     seen = {begin.node for begin in begins}
@@ -105,7 +105,7 @@ def leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
     return leaves
 
 
-def pairs_of(ends: list, grads: tuple) -> list[tuple]:
+def _pairs_of(ends: list, grads: tuple) -> list[tuple]:
     """Where a graph ends, beside the gradient that comes in there, where both are."""
     pairs = []
     for end, grad in zip(ends, grads, strict=True):
@@ -114,29 +114,29 @@ def pairs_of(ends: list, grads: tuple) -> list[tuple]:
     return pairs
 
 
-def few_of(result) -> list[torch.Tensor]:
+def _few_of(result) -> list[torch.Tensor]:
     """Some elements of each tensor of real numbers in a result, as they are now."""
     found = []
     for y in tensors_in(result):
         if y.is_floating_point() and y.layout is torch.strided and y.numel():
             flat = y.detach().flatten()
-            found.append(flat[:: -(-flat.numel() // FEW)].clone())
+            found.append(flat[:: -(-flat.numel() // _FEW)].clone())
     return found
 
 
-def are_alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def _are_alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Whether two runs gave the same, but for the order of sums; waits for the device."""
     if [x.shape for x in one] != [y.shape for y in other]:
         return False
     for x, y in zip(one, other, strict=True):
         x = x.float().nan_to_num()
         y = y.float().nan_to_num()
-        if (x - y).abs().max() > MOST * x.abs().max():
+        if (x - y).abs().max() > _MOST * x.abs().max():
             return False
     return True
 
 
-class Owner(Protocol):
+class _Owner(Protocol):
     """What ``as_node`` asks of whoever has the layers; ``index`` is the number of one."""
 
     plain: list["Plain"]
@@ -179,7 +179,7 @@ class Owner(Protocol):
 class Run:
     """A layer's run in forward, and the same again in backward."""
 
-    def __init__(self, owner: Owner, index: int) -> None:
+    def __init__(self, owner: _Owner, index: int) -> None:
         self.owner = owner
         self.index = index
         self.trial = trial_of(owner, index)
@@ -203,7 +203,7 @@ class Run:
         if self.state is None:
             self.versions = versions
             self.sample = sample
-            with naming_changed_inputs():
+            with _naming_changed_inputs():
                 result = self.first(args, kwargs)
         elif self.versions == versions and torch.equal(self.sample, sample):
             result = self.again(args, kwargs)
@@ -230,13 +230,13 @@ class Run:
             )
         self.state.forward_has_run()
         if self.trial not in self.owner.alike:
-            self.few = few_of(result)
+            self.few = _few_of(result)
         return result
 
     def again(self, args: tuple, kwargs: dict):
         """The same run, in backward."""
         # A hook that the layer gives its input is given to another tensor, not once more to that.
-        others = {id(x): Alias.apply(x) for x in inputs_of((args, kwargs))}
+        others = {id(x): _Alias.apply(x) for x in inputs_of((args, kwargs))}
         args, kwargs = exchanged((args, kwargs), others)
         with self.state.put_back():
             result = self.context.run(self.owner.run, self.index, args, kwargs)
@@ -246,7 +246,7 @@ class Run:
 
     def compare(self, result) -> None:
         """Raise if the second run gave something else: what it gives to backward is wrong then."""
-        if not are_alike(self.few, few_of(result)):
+        if not _are_alike(self.few, _few_of(result)):
             raise RuntimeError(
                 "a layer gave another result when backward ran it again: it reads what has "
                 "changed since (a global, another object's attribute, a tensor behind PyTorch's "
@@ -257,7 +257,7 @@ class Run:
         self.owner.alike.add(self.trial)
 
 
-class Entrance(torch.autograd.Function):
+class _Entrance(torch.autograd.Function):
     """Where a layer's graph begins: a node that holds no memory, unlike a leaf."""
 
     @staticmethod
@@ -270,7 +270,7 @@ class Entrance(torch.autograd.Function):
         return refuse(ctx.title)
 
 
-class Alias(torch.autograd.Function):
+class _Alias(torch.autograd.Function):
     """Another tensor of the same numbers; it saves nothing, which ``checkpoint`` would count."""
 
     @staticmethod
@@ -282,7 +282,7 @@ class Alias(torch.autograd.Function):
         return gradient
 
 
-class Through(torch.autograd.Function):
+class _Through(torch.autograd.Function):
     """A layer as one node of the model's graph; ``call`` holds its arguments, then its result.
 
     Its trained parameters are inputs, though they are not read: so autograd knows whether a
@@ -290,7 +290,7 @@ class Through(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, owner: Owner, index: int, call: dict, *tensors) -> tuple[torch.Tensor, ...]:
+    def forward(ctx, owner: _Owner, index: int, call: dict, *tensors) -> tuple[torch.Tensor, ...]:
         ctx.owner = owner
         ctx.index = index
         ctx.parameters = len(tensors) - call["inputs"]
@@ -299,7 +299,7 @@ class Through(torch.autograd.Function):
         door = torch.empty(0, device="cpu", requires_grad=True)  # lets each entrance have a node
         title = owner.title(index)
         with torch.enable_grad():
-            entrances = [Entrance.apply(x.detach(), door, title) for x in inputs]
+            entrances = [_Entrance.apply(x.detach(), door, title) for x in inputs]
             entered = {id(x): entrance for x, entrance in zip(inputs, entrances, strict=True)}
             args, kwargs = exchanged((call["args"], call["kwargs"]), entered)
             with runs_to_its_end(owner, index):
@@ -321,7 +321,7 @@ class Through(torch.autograd.Function):
         for y in outputs:
             ctx.ends.append(get_gradient_edge(y) if y.requires_grad else None)
         weights = {id(view) for view in owner.views[index].values()}
-        for leaf in leaves_of(ctx.ends, ctx.begins):
+        for leaf in _leaves_of(ctx.ends, ctx.begins):
             if id(leaf) not in weights:
                 raise RuntimeError(
                     "a layer reads a tensor that is trained, and is neither its parameter nor in "
@@ -338,16 +338,16 @@ class Through(torch.autograd.Function):
     def backward(ctx, *grads) -> tuple:
         if not hasattr(ctx, "ends"):
             raise RuntimeError("a layer's graph is used once: run forward again")
-        pairs = pairs_of(ctx.ends, grads)
+        pairs = _pairs_of(ctx.ends, grads)
         begins = ctx.begins
         del ctx.ends, ctx.begins  # the graph inside is used once, and freed with its inputs
         of_parameters = [node for node, _ in ctx.next_functions[: ctx.parameters]]
-        trains = is_trained_now(ctx.owner.title(ctx.index), of_parameters)
+        trains = _is_trained_now(ctx.owner.title(ctx.index), of_parameters)
         gradients = ctx.owner.backward(ctx.index, begins, pairs, trains)
         return None, None, None, *[None] * ctx.parameters, *gradients
 
 
-def is_trained_now(title: str, nodes: list) -> bool:
+def _is_trained_now(title: str, nodes: list) -> bool:
     """Whether the backward that runs adds to the gradients of a layer's parameters.
 
     Args:
@@ -372,12 +372,12 @@ def is_trained_now(title: str, nodes: list) -> bool:
     return any(runs)
 
 
-def trial_of(owner: Owner, index: int) -> tuple[int, bool]:
+def trial_of(owner: _Owner, index: int) -> tuple[int, bool]:
     """A layer in a mode: what is looked at once for each."""
     return index, owner.plain[index].layer.training
 
 
-def runs_to_its_end(owner: Owner, index: int):
+def runs_to_its_end(owner: _Owner, index: int):
     """In the block, a layer is checkpointed so that backward may leave off early, but twice.
 
     RReLU would keep noise which its kernel has not written yet (pytorch#193671). The first run of
@@ -418,7 +418,7 @@ class Plain(nn.Module):
             self.layer.forward = self.original
 
 
-def as_node(owner: Owner, index: int, args: tuple, kwargs: dict):
+def as_node(owner: _Owner, index: int, args: tuple, kwargs: dict):
     """Run a layer so that backward runs it again and is ``owner``'s.
 
     Raises:
@@ -428,7 +428,7 @@ def as_node(owner: Owner, index: int, args: tuple, kwargs: dict):
     """
     inputs = inputs_of((args, kwargs))
     call = {"args": args, "kwargs": kwargs, "inputs": len(inputs)}
-    outputs = Through.apply(owner, index, call, *owner.trained(index), *inputs)
+    outputs = _Through.apply(owner, index, call, *owner.trained(index), *inputs)
     if not outputs:
         raise TypeError("a layer must return tensors, in tuples, lists or dicts if there are more")
     outer = {}  # by the ``id`` of what the layer has returned, the model's tensor

@@ -27,8 +27,8 @@ from .kept_things import (
 SMALL = 2**20  # bytes: a tensor up to here is kept though it seems not to have changed
 
 # Names that every module has; of them, those that can be another in the second run.
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-HOOKS = frozenset(
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = frozenset(
     {
         "_forward_hooks",
         "_forward_hooks_with_kwargs",
@@ -36,21 +36,21 @@ HOOKS = frozenset(
         "_forward_pre_hooks_with_kwargs",
     }
 )
-CHANGEABLE = frozenset({"_buffers", "training"}) | HOOKS
+_CHANGEABLE = frozenset({"_buffers", "training"}) | _HOOKS
 
 
 def attributes_of(module: nn.Module) -> dict:
     """A module's buffers, its mode, its forward's hooks, and what its own class keeps on it."""
     found = {}
     for name, value in vars(module).items():
-        if name not in OF_EVERY_MODULE or name in CHANGEABLE:
+        if name not in _OF_EVERY_MODULE or name in _CHANGEABLE:
             found[name] = value
     return found
 
 
 def own_values(attributes: dict) -> list:
     """Of a module's attributes those that its own class keeps on it."""
-    return [value for name, value in attributes.items() if name not in CHANGEABLE]
+    return [value for name, value in attributes.items() if name not in _CHANGEABLE]
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -58,7 +58,7 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class Kept:
+class _Kept:
     """A copy of a tensor from before a forward."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -73,13 +73,13 @@ class Kept:
         return self.before
 
 
-def kept(value, copies: dict[int, Kept]):
+def kept(value, copies: dict[int, _Kept]):
     """A value that later changes do not reach; ``copies`` are of tensors, by ``id``."""
     if isinstance(value, nn.Parameter):
         return value
     if isinstance(value, torch.Tensor) and not value.requires_grad:
         if id(value) not in copies:
-            copies[id(value)] = Kept(value)
+            copies[id(value)] = _Kept(value)
         return copies[id(value)]
     if is_array(value):
         if id(value) not in copies:
@@ -94,34 +94,34 @@ def kept(value, copies: dict[int, Kept]):
     return fresh(value)
 
 
-def values_of(value):
-    """A kept value with tensors in place of ``Kept``."""
-    if isinstance(value, Kept):
+def _values_of(value):
+    """A kept value with tensors in place of ``_Kept``."""
+    if isinstance(value, _Kept):
         return value.value()
     if type(value) in (list, tuple):
-        return type(value)(values_of(item) for item in value)
+        return type(value)(_values_of(item) for item in value)
     if type(value) is dict:
-        return {key: values_of(item) for key, item in value.items()}
+        return {key: _values_of(item) for key, item in value.items()}
     return value
 
 
-KERNELS = "flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"  # of attention
+_KERNELS = "flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"  # of attention
 
 
-def settings_now() -> tuple:
+def _settings_now() -> tuple:
     """PyTorch's own that a layer computes by: the default dtype, and kernels of attention."""
-    allowed = [getattr(torch.backends.cuda, f"{name}_enabled")() for name in KERNELS]
+    allowed = [getattr(torch.backends.cuda, f"{name}_enabled")() for name in _KERNELS]
     return torch.get_default_dtype(), allowed
 
 
-def set_settings(settings: tuple) -> None:
+def _set_settings(settings: tuple) -> None:
     dtype, allowed = settings
     torch.set_default_dtype(dtype)
-    for name, enabled in zip(KERNELS, allowed, strict=True):
+    for name, enabled in zip(_KERNELS, allowed, strict=True):
         getattr(torch.backends.cuda, f"enable_{name}")(enabled)
 
 
-def draws_now(sources: list) -> list[Draws]:
+def _draws_now(sources: list) -> list[Draws]:
     """Those of Python, of NumPy if somebody has imported it, and of other sources."""
     found = [Draws(random.getstate, random.setstate)]
     numpy = sys.modules.get("numpy")
@@ -148,8 +148,8 @@ class LayerState:
         things = things_in(values)
         copies = {}
         sources = generators + [thing for thing in things if is_source(thing)]
-        self.settings = settings_now()
-        self.draws = draws_now(sources)
+        self.settings = _settings_now()
+        self.draws = _draws_now(sources)
         self.attributes = {m: kept(found, copies) for m, found in of_modules.items()}
         with_attributes = [each for each in objects if type(vars(each)) is dict]
         with_attributes += [thing for thing in things if is_object(thing)]
@@ -162,19 +162,19 @@ class LayerState:
         for source in self.draws:
             source.forward_has_run()
         self.draws = [source for source in self.draws if source.was_used]
-        self.attributes = {m: values_of(found) for m, found in self.attributes.items()}
-        self.of_objects = [(each, values_of(found)) for each, found in self.of_objects]
+        self.attributes = {m: _values_of(found) for m, found in self.attributes.items()}
+        self.of_objects = [(each, _values_of(found)) for each, found in self.of_objects]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """For this block, the layer is as it was."""
         draws = [source.get() for source in self.draws]
-        settings = settings_now()
+        settings = _settings_now()
         now = {module: attributes_of(module) for module in self.attributes}
         of_objects = [(each, attributes_of_object(each)) for each, _ in self.of_objects]
         for source in self.draws:
             source.put(source.before)
-        set_settings(self.settings)
+        _set_settings(self.settings)
         exchange(self.attributes)
         for each, attributes in self.of_objects:
             set_attributes(each, attributes)
@@ -184,7 +184,7 @@ class LayerState:
             for each, attributes in of_objects:
                 set_attributes(each, attributes)
             exchange(now)
-            set_settings(settings)
+            _set_settings(settings)
             for source, state in zip(self.draws, draws, strict=True):
                 source.put(state)
 

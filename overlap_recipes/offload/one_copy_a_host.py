@@ -16,7 +16,7 @@ from .host_layers import HostBuffer
 from .streamable import refuse_unfit
 
 FAILED = -1  # in place of the number of updates
-POLL_S = 1e-4  # seconds between two looks at what other ranks have done
+_POLL_S = 1e-4  # seconds between two looks at what other ranks have done
 
 
 class Host:
@@ -129,7 +129,7 @@ class SharedUpdates(adam.HostUpdates):
         while (self.done[layer] < self.announced[layer]).any():
             if (self.done[layer] == FAILED).any():
                 raise RuntimeError(f"a rank of this host could not update layer {layer}")
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
 
     def may_load(self, layer: int) -> bool:
         return super().may_load(layer) and bool((self.done[layer] >= self.announced[layer]).all())

@@ -21,8 +21,8 @@ from .weight_streaming import GRADIENT_SLOTS, StreamedLayers
 # ``_post_accumulate_grad_hooks`` of parameters, ``_execution_engine`` of autograd,
 # ``_active_ddp_module`` of DDP, ``torch._C._current_graph_task_id``.
 
-MOMENTS_BYTES = 8  # of a trained parameter: two of Adam in fp32
-MASTER_BYTES = 4  # of one in another dtype: fp32 is its own master
+_MOMENTS_BYTES = 8  # of a trained parameter: two of Adam in fp32
+_MASTER_BYTES = 4  # of one in another dtype: fp32 is its own master
 
 
 def resident_bytes(layer: nn.Module) -> int:
@@ -31,13 +31,13 @@ def resident_bytes(layer: nn.Module) -> int:
     for parameter in layer.parameters():
         total += parameter.nbytes
         if parameter.requires_grad:
-            total += parameter.nbytes + MOMENTS_BYTES * parameter.numel()
+            total += parameter.nbytes + _MOMENTS_BYTES * parameter.numel()
             if parameter.dtype != torch.float32:
-                total += MASTER_BYTES * parameter.numel()
+                total += _MASTER_BYTES * parameter.numel()
     return total
 
 
-class ResidentLayers:
+class _ResidentLayers:
     """Layers that stay on the device; backward runs them again like the others."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class StreamedModel(StreamedLayers):
         self.hooks = []
         self.summed = set()  # layers of whose gradients the host has a sum
         self.stored_by = {}  # by layer: the number of the backward that has stored its gradients
-        self.resident = ResidentLayers()
+        self.resident = _ResidentLayers()
         self.resident_below = len(resident)
         try:
             super().__init__(streamed, torch.device(device), **settings)

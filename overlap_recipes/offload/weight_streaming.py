@@ -226,11 +226,11 @@ class StreamedLayers:
         trial = node.trial_of(self, index)
         sums = None
         if trial not in self.tried:
-            sums = sums_of_bytes(flats)
+            sums = _sums_of_bytes(flats)
         result = functional_call(self.plain[index], views, args, kwargs)
         changed = [flat._version for flat in flats] != before
         if sums is not None:  # the first run: a change that is not counted, too
-            changed = changed or sums_of_bytes(flats) != sums
+            changed = changed or _sums_of_bytes(flats) != sums
             self.tried.add(trial)
         if changed:
             raise RuntimeError(
@@ -365,6 +365,6 @@ class StreamedLayers:
         self.give_back()
 
 
-def sums_of_bytes(tensors: list[torch.Tensor]) -> list[int]:
+def _sums_of_bytes(tensors: list[torch.Tensor]) -> list[int]:
     """What tells that one has changed, whatever counts it; it waits for the device."""
     return [int(tensor.view(torch.uint8).sum(dtype=torch.int64)) for tensor in tensors]

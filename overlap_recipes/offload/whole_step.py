@@ -20,10 +20,10 @@ from .follower import Follower
 from .host_layers import Sample
 from .streamable import is_plain
 
-SAMPLE = 256  # elements of each parameter that are compared between ranks
-LAYER_DROP = "layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop"
+_SAMPLE = 256  # elements of each parameter that are compared between ranks
+_LAYER_DROP = "layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop"
 PATIENCE = timedelta(days=1)  # the job's own group ends a rank that hangs
-DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
 class HostAdamW(torch.optim.Optimizer, Follower):
@@ -65,9 +65,9 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         if in_backward and max_norm is not None:
             raise ValueError("in backward the norm of all gradients is not known: drop max_norm")
         if dist.is_initialized() and dist.get_world_size() > 1:
-            refuse_layer_drop(streamed.model)
-        super().__init__(params, DEFAULTS | more)
-        pieces.refuse_other_adams(self.param_groups, more.keys() - DEFAULTS.keys())
+            _refuse_layer_drop(streamed.model)
+        super().__init__(params, _DEFAULTS | more)
+        pieces.refuse_other_adams(self.param_groups, more.keys() - _DEFAULTS.keys())
         pieces.refuse_bad_numbers(self.param_groups)
         self.streamed = streamed
         self.max_norm = max_norm
@@ -77,7 +77,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             pieces.refuse_wide(group["params"])
             for parameter in group["params"]:
                 self.group_of[parameter] = number
-        refuse_other_classes(self.group_of)
+        _refuse_other_classes(self.group_of)
         if hasattr(streamed, "updates"):  # a model that its host's ranks share
             self.host = streamed.updates(self.group_of, threads)
         else:
@@ -224,7 +224,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             return
         own = hashlib.blake2b(digest_size=16)
         for parameter in self.group_of:
-            sample = parameter.detach().reshape(-1)[:SAMPLE].contiguous().cpu()
+            sample = parameter.detach().reshape(-1)[:_SAMPLE].contiguous().cpu()
             own.update(sample.view(torch.uint8).numpy().tobytes())
         if len(set(self.heard("its first backward", own.hexdigest))) > 1:
             raise RuntimeError(
@@ -381,7 +381,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
 
     def settings(self) -> list[dict]:
         """Of all groups, as they are now: a schedule may change them at once, tensors as well."""
-        return [copy_of_settings(group) for group in self.param_groups]
+        return [_copy_of_settings(group) for group in self.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that are not to be used; too late where layers were updated by them."""
@@ -451,7 +451,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         if self.in_backward or self.host.latest.exception():
             self.forget()
         for ours, theirs in zip(self.param_groups, groups, strict=True):
-            ours |= copy_of_settings(theirs)
+            ours |= _copy_of_settings(theirs)
         pieces.load_states(self.state, self.group_of, state_dict)
         self.host.end_load()
 
@@ -489,12 +489,12 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             self.end(waits=not is_on_its_way)
 
 
-def copy_of_settings(group: dict) -> dict:
+def _copy_of_settings(group: dict) -> dict:
     """What a group of parameters has besides them; a later change of it does not reach the copy."""
     return {name: deepcopy(value) for name, value in group.items() if name != "params"}
 
 
-def refuse_other_classes(parameters: Iterable[torch.nn.Parameter]) -> None:
+def _refuse_other_classes(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise where a parameter is no dense tensor of torch itself.
 
     Raises:
@@ -506,7 +506,7 @@ def refuse_other_classes(parameters: Iterable[torch.nn.Parameter]) -> None:
             raise TypeError(f"a parameter is {kind}: this AdamW updates plain, dense weights")
 
 
-def refuse_layer_drop(model: torch.nn.Module) -> None:
+def _refuse_layer_drop(model: torch.nn.Module) -> None:
     """Raise if layers are left out by chance: ranks would average different ones.
 
     Raises:
@@ -514,7 +514,7 @@ def refuse_layer_drop(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
-            for name in LAYER_DROP:
+            for name in _LAYER_DROP:
                 share = getattr(holder, name, 0.0)
                 if isinstance(share, float) and share > 0:
                     raise ValueError(

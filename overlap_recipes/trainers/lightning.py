@@ -24,9 +24,9 @@ from ..checkpoint.talk import Talk
 from ..checkpoint.writer import FileWriter
 from ..checkpoint.writing import Target
 
-LOADS_SHARDS = "lightning.fabric.strategies.model_parallel._distributed_checkpoint_load"
-REST = "rest_of_ranks"  # what Lightning keeps in meta.pt, of each rank
-OTHER_RANKS = (
+_LOADS_SHARDS = "lightning.fabric.strategies.model_parallel._distributed_checkpoint_load"
+_REST = "rest_of_ranks"  # what Lightning keeps in meta.pt, of each rank
+_OTHER_RANKS = (
     "%s was saved on %d ranks whose loaders were at other positions, here are %d: resume on as "
     "many ranks, or load the weights alone"
 )
@@ -52,19 +52,19 @@ class LightningFiles:
         self.files.forget()
 
 
-def load_shards(state: dict, path: Path) -> None:
+def _load_shards(state: dict, path: Path) -> None:
     dcp.load(state, storage_reader=Reader(path))
 
 
-def rests_of_ranks(path: Path) -> list[bytes]:
+def _rests_of_ranks(path: Path) -> list[bytes]:
     """What each rank has saved beside tensors; none in a checkpoint of another strategy."""
     reader = Reader(path)
     names = reader.read_metadata().state_dict_metadata
-    ranks = sum(name.startswith(f"{REST}.") for name in names)
-    rests = {REST: {str(rank): None for rank in range(ranks)}}
+    ranks = sum(name.startswith(f"{_REST}.") for name in names)
+    rests = {_REST: {str(rank): None for rank in range(ranks)}}
     if ranks > 0:
         dcp.load(rests, storage_reader=reader)
-    return list(rests[REST].values())
+    return list(rests[_REST].values())
 
 
 def rest_of(rests: list[dict], rank: int, ranks: int, path: Path) -> dict:
@@ -77,7 +77,7 @@ def rest_of(rests: list[dict], rank: int, ranks: int, path: Path) -> dict:
         return rests[rank]
     loops = {digest(rest.get("loops")) for rest in rests}
     if len(loops) > 1:
-        raise ValueError(OTHER_RANKS % (path, len(rests), ranks))
+        raise ValueError(_OTHER_RANKS % (path, len(rests), ranks))
     return rests[0]
 
 
@@ -105,7 +105,7 @@ class OverlappedStrategy(ModelParallelStrategy):
 
     def named(self, optimizers: list[dict], model: dict, rest: bytes) -> dict:
         parts = {f"optimizer_{i}": state for i, state in enumerate(optimizers)}
-        return {**parts, "state_dict": model, REST: {str(self.global_rank): rest}}
+        return {**parts, "state_dict": model, _REST: {str(self.global_rank): rest}}
 
     def lightning_module_state_dict(self) -> dict:
         return get_model_state_dict(self.model)
@@ -126,13 +126,13 @@ class OverlappedStrategy(ModelParallelStrategy):
         wait([saved] if sys.exc_info()[0] else [])  # training has raised: the last one
 
     def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> dict:
-        with mock.patch(LOADS_SHARDS, load_shards):
+        with mock.patch(_LOADS_SHARDS, _load_shards):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         path = Path(self.broadcast(checkpoint_path))
         if not (path / ".metadata").exists():
             return checkpoint
         rests = []
-        for rest in rests_of_ranks(path):
+        for rest in _rests_of_ranks(path):
             rests.append(torch.load(io.BytesIO(rest), weights_only=weights_only))
         if not rests:
             return checkpoint

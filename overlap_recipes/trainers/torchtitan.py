@@ -19,21 +19,21 @@ from ..checkpoint.reader import Reader
 from ..checkpoint.saves import Saves
 from ..checkpoint.state import digest
 
-ADVICE = "give each rank's state a name of its own, as torchtitan's loaders do (dp_rank_0)"
+_ADVICE = "give each rank's state a name of its own, as torchtitan's loaders do (dp_rank_0)"
 
 
-def digests_without_tensors(state: dict) -> dict[str, str]:
+def _digests_without_tensors(state: dict) -> dict[str, str]:
     """Digests of what is no tensor; the optimizer's settings are those of the schedulers."""
     found: dict[str, str] = {}
     for name in state.keys() - {OPTIMIZER}:
-        add_digests(state[name], name, found)
+        _add_digests(state[name], name, found)
     return found
 
 
-def add_digests(tree: object, name: str, found: dict[str, str]) -> None:
+def _add_digests(tree: object, name: str, found: dict[str, str]) -> None:
     if isinstance(tree, dict):
         for key, value in tree.items():
-            add_digests(value, f"{name}.{key}", found)
+            _add_digests(value, f"{name}.{key}", found)
     elif not torch.is_tensor(tree):
         found[name] = digest(tree)
 
@@ -54,8 +54,8 @@ class OverlappedCheckpointManager(CheckpointManager):
             saves = Saves(
                 next(model_parts[0].parameters()).device,
                 torch.nn.ModuleList(model_parts).buffers,
-                shared=digests_without_tensors,
-                advice=ADVICE,
+                shared=_digests_without_tensors,
+                advice=_ADVICE,
             )
             self.saves = self.block.enter_context(saves)
             if self.async_mode != AsyncMode.DISABLED:

@@ -26,7 +26,7 @@ from ..checkpoint.talk import Talk
 from ..checkpoint.writer import FileWriter
 from ..checkpoint.writing import Target
 
-STOCK_READER = "torch.distributed.checkpoint.FileSystemReader"  # accelerate makes one a load
+_STOCK_READER = "torch.distributed.checkpoint.FileSystemReader"  # accelerate makes one a load
 
 
 class TrainerFiles:
@@ -110,11 +110,11 @@ class OverlappedTrainer(Trainer):
         self.saves.save(state, folder)
 
     def _load_from_checkpoint(self, *args, **kwargs) -> None:
-        with mock.patch(STOCK_READER, Reader):
+        with mock.patch(_STOCK_READER, Reader):
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, *args, **kwargs) -> None:
-        with mock.patch(STOCK_READER, Reader):
+        with mock.patch(_STOCK_READER, Reader):
             super()._load_optimizer_and_scheduler(*args, **kwargs)
 
     def _get_output_dir(self, trial: None) -> str:

@@ -19,7 +19,8 @@ import overlap_recipes
 from guide import reproducers, used_names
 from rankproof.recipe import discover
 
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
+sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tools"))
 from check_links import broken_links
 from selection import proofs_under_test
 from sizes import statements_of

@@ -22,9 +22,9 @@ def as_stateful(name: str, item: object) -> Stateful:
     """
     if isinstance(item, (list, tuple)):
         items = [as_stateful(f"{name}[{number}]", each) for number, each in enumerate(item)]
-        return Several(items)
+        return _Several(items)
     if isinstance(item, dict):
-        return Values(name, item)
+        return _Values(name, item)
     generator = _as_generator(item)
     if generator is not None:
         return generator
@@ -35,7 +35,7 @@ def as_stateful(name: str, item: object) -> Stateful:
     return item
 
 
-class Several:
+class _Several:
     """A list of objects with a state, such as one scheduler for each optimizer."""
 
     def __init__(self, items: list[Stateful]) -> None:
@@ -49,7 +49,7 @@ class Several:
             item.load_state_dict(state[str(number)])
 
 
-class Values:
+class _Values:
     """A dict of a job's own values, such as its epoch; a load changes it in place."""
 
     def __init__(self, name: str, values: dict) -> None:
@@ -115,7 +115,7 @@ def _as_generator(item: object) -> _Generator | None:
 def each_of(items: Iterable[Stateful]) -> Iterator[Stateful]:
     """``items``, with what lists of them hold."""
     for item in items:
-        if isinstance(item, Several):
+        if isinstance(item, _Several):
             yield from each_of(item.items)
         else:
             yield item
@@ -135,7 +135,7 @@ def kind_of(item: Stateful) -> object:
 
     Others may be of another class by the time of the load, and know how to read what they saved.
     """
-    if isinstance(item, Several):
+    if isinstance(item, _Several):
         return [kind_of(each) for each in item.items]
     if isinstance(item, LRScheduler) and type(item).__module__.startswith("torch."):
         inner = getattr(item, "_schedulers", [])

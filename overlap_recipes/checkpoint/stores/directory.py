@@ -23,10 +23,10 @@ from ..reader import Reader
 from .store import name_of, steps_of
 
 LOG = logging.getLogger(__name__)
-LEASE = "lease"  # in the root: locked by the job that writes here
+_LEASE = "lease"  # in the root: locked by the job that writes here
 POINTER = "latest"  # in the root: the name of the newest checkpoint, for people and other programs
-LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave behind
-HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # of a lock that another process has
+_LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave behind
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # of a lock that another process has
 
 
 def flush(path: Path) -> None:
@@ -88,7 +88,7 @@ class Directory:
     def open(self) -> None:
         self.lock()
         os.register_at_fork(after_in_child=self.close)  # each process closes its own copy
-        for pattern in LEFTOVERS:
+        for pattern in _LEFTOVERS:
             for leftover in self.root.glob(pattern):
                 shutil.rmtree(leftover)
 
@@ -99,12 +99,12 @@ class Directory:
             RuntimeError: another process holds it; the file system has no locks.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        lease = os.open(self.root / LEASE, os.O_RDWR | os.O_CREAT, 0o644)
+        lease = os.open(self.root / _LEASE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lease)
-            if error.errno in HELD:
+            if error.errno in _HELD:
                 raise RuntimeError(
                     f"another job writes to {self.root}: end it or use another root"
                 ) from error
@@ -171,7 +171,7 @@ class Directory:
 
     def unfinished(self) -> list[str]:
         found = []
-        for pattern in LEFTOVERS:
+        for pattern in _LEFTOVERS:
             found.extend(path.name for path in self.root.glob(pattern))
         return found
 
@@ -234,7 +234,7 @@ class Folder:
 
     def commit(self, files: dict[str, int]) -> None:
         older = Path(f"{self.directory}.replaced")
-        if is_checkpoint_of_same_files(self.directory, Path(self.place)):
+        if _is_checkpoint_of_same_files(self.directory, Path(self.place)):
             shutil.rmtree(older, ignore_errors=True)
             self.directory.rename(older)
         Path(self.place).rename(self.directory)
@@ -244,7 +244,7 @@ class Folder:
         shutil.rmtree(self.place, ignore_errors=True)  # a full disk needs the room
 
 
-def is_checkpoint_of_same_files(older: Path, newer: Path) -> bool:
+def _is_checkpoint_of_same_files(older: Path, newer: Path) -> bool:
     """Whether ``older`` is a checkpoint, and has no file that ``newer`` lacks but shards."""
     has_shards = False
     others = set()

@@ -49,8 +49,8 @@ except ImportError as error:
     raise ImportError("pip install fsspec, and for s3:// s3fs of the same date") from error
 
 LOG = logging.getLogger(__name__)
-COMMIT = ".json"  # behind a step's name: the object that makes it a checkpoint
-CLAIM = re.compile(r"claim\.(\d+)")
+_COMMIT = ".json"  # behind a step's name: the object that makes it a checkpoint
+_CLAIM = re.compile(r"claim\.(\d+)")
 PIECE = 32 << 20  # bytes of a part of an upload; at most 10,000 parts make an object
 
 
@@ -120,7 +120,7 @@ class Objects:
         while self.claim is None:
             number = max(self.claims(), default=0) + 1
             with suppress(FileExistsError):  # another job came at the same time
-                commit_once(fs, f"{root}/claim.{number}", who)
+                _commit_once(fs, f"{root}/claim.{number}", who)
                 self.claim = number
         for number in self.claims():
             if number < self.claim:
@@ -130,7 +130,7 @@ class Objects:
     def claims(self) -> list[int]:
         found = []
         for name in self.names():
-            claim = CLAIM.fullmatch(name)
+            claim = _CLAIM.fullmatch(name)
             if claim is not None:
                 found.append(int(claim.group(1)))
         return found
@@ -152,10 +152,10 @@ class Objects:
         """
         fs, root = self.at_root()
         probe = f"{root}/probe.{uuid.uuid4().hex}"
-        commit_once(fs, probe, {"writer": 1})
+        _commit_once(fs, probe, {"writer": 1})
         try:
             with suppress(FileExistsError):
-                commit_once(fs, probe, {"writer": 2})
+                _commit_once(fs, probe, {"writer": 2})
                 raise RuntimeError("the store ignores If-None-Match: two jobs could commit a step")
         finally:
             fs.rm_file(probe)
@@ -180,14 +180,14 @@ class Objects:
 
     def steps(self) -> list[int]:
         fs, root = self.at_root()
-        commits = [name for name in self.names() if name.endswith(COMMIT)]
-        steps = steps_of(name.removesuffix(COMMIT) for name in commits)
-        return [step for step in steps if is_ours(fs.cat_file(self.commit_of(step)))]
+        commits = [name for name in self.names() if name.endswith(_COMMIT)]
+        steps = steps_of(name.removesuffix(_COMMIT) for name in commits)
+        return [step for step in steps if _is_ours(fs.cat_file(self.commit_of(step)))]
 
     def commit_of(self, step: int) -> str:
         """The path of the object that makes ``step`` a checkpoint."""
         _, root = self.at_root()
-        return f"{root}/{name_of(step)}{COMMIT}"
+        return f"{root}/{name_of(step)}{_COMMIT}"
 
     def read_commit(self, step: int) -> dict:
         """What the commit of ``step`` says: ``data``, its attempt, and ``objects``, their sizes.
@@ -260,7 +260,7 @@ class Objects:
         """Attempts that no commit names, of steps that have none."""
         found = []
         committed = {name_of(step) for step in self.steps()}
-        aside = {name.partition(COMMIT)[0] for name in self.names() if f"{COMMIT}." in name}
+        aside = {name.partition(_COMMIT)[0] for name in self.names() if f"{_COMMIT}." in name}
         for name in self.names():
             step, dot, attempt = name.partition(".")
             is_attempt = dot and re.fullmatch("[0-9a-f]{8}", attempt) and steps_of([step])
@@ -289,7 +289,7 @@ class Objects:
         self.refuse_if_taken()
         fs, _ = self.at_root()
         content = {"data": place.rpartition("/")[2], "objects": files}
-        commit_once(fs, self.commit_of(step), content)
+        _commit_once(fs, self.commit_of(step), content)
 
     def refuse_if_taken(self) -> None:
         """Raise if a later job has claimed the root."""
@@ -306,7 +306,7 @@ class Objects:
             fs.rm(path, recursive=True)
 
 
-def commit_once(fs, path: str, content: dict) -> None:
+def _commit_once(fs, path: str, content: dict) -> None:
     """Write ``content`` to ``path`` unless an object of that name exists.
 
     Raises:
@@ -323,7 +323,7 @@ def commit_once(fs, path: str, content: dict) -> None:
             raise FileExistsError(f"{path}: another writer was first") from error
 
 
-def is_ours(content: bytes) -> bool:
+def _is_ours(content: bytes) -> bool:
     """Whether it is a commit, whole or torn, and no JSON of the user's own."""
     try:
         found = json.loads(content)
@@ -332,7 +332,7 @@ def is_ours(content: bytes) -> bool:
     return isinstance(found, dict) and found.keys() >= {"data", "objects"}
 
 
-class OpenObject(OpenFile):
+class _OpenObject(OpenFile):
     """An object of a checkpoint that is read in parts."""
 
     def __init__(self, path: str, stream: io.IOBase, digests: Digests | None) -> None:
@@ -376,12 +376,12 @@ class ObjectReader(dcp_fsspec.FsspecReader):
             finally:
                 self.fs = own
 
-    def opened(self, plan: LoadPlan, closing: ExitStack) -> dict[str, OpenObject]:
-        found: dict[str, OpenObject] = {}
+    def opened(self, plan: LoadPlan, closing: ExitStack) -> dict[str, _OpenObject]:
+        found: dict[str, _OpenObject] = {}
         for item in plan.items:
             name = self.storage_data[item.storage_index].relative_path
             if name not in found:
                 stream = closing.enter_context(self.open_object(name))
                 path = f"{self.path}/{name}"
-                found[name] = OpenObject(path, stream, self.manifests.digests(name))
+                found[name] = _OpenObject(path, stream, self.manifests.digests(name))
         return found
