@@ -4,13 +4,16 @@
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+LEAST_WAIT = timedelta(minutes=10)  # of a rank for the others: a storage may keep one of them
 Value = TypeVar("Value")
 
 
@@ -47,6 +50,25 @@ def own_rank(group: dist.ProcessGroup | None = None) -> int:
 def world_size(group: dist.ProcessGroup | None = None) -> int:
     """How many ranks ``group`` has; 1 in a job without a process group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def wait_of_ranks() -> timedelta:
+    """How long a rank waits for the others: as ``init_process_group`` was told, 10 min at least."""
+    waits = [LEAST_WAIT]
+    group = dist.group.WORLD
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:  # of gloo and NCCL
+            waits.append(options._timeout)
+    return max(waits)
+
+
+def keep_quiet_alone() -> None:
+    """Let DCP not warn that there is no process group: under ``-W error`` nothing would be saved.
+
+    The filter stays: to take it back would change the filters of other threads.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
 def on_all_ranks(work: Callable[[], Value], group: dist.ProcessGroup | None = None) -> list[Value]:

@@ -17,6 +17,8 @@ CASES = Path(__file__).parent / "cases"
 DEADLINE_S = 60.0
 EXPORT = "checkpoint/export_for_transformers.py"
 ONE_RANK = "sharding/gradient_on_one_rank.py"
+LOST = "checkpoint/lost_saves.py"
+PENALTY = "sharding/penalty.py"
 
 
 class Defect(Exception):
@@ -117,6 +119,13 @@ RIGHT = [
     ("config_of_an_export", EXPORT, 1, ("config", "llama", "bf16")),
     ("names_of_exported_experts", EXPORT, 1, ("names", "mixtral")),
     ("terminated_grader", "checkpoint/terminated_grader.py", 1, ()),
+    ("saved_in_a_handler", LOST, 2, ("handler",)),
+    ("saved_before_an_error", LOST, 2, ("error",)),
+    ("saved_before_an_interrupt", LOST, 2, ("interrupted",)),
+    ("saved_before_an_error_on_one_rank", LOST, 2, ("one_rank",)),
+    ("penalty", PENALTY, 2, ("score",)),
+    ("penalty_and_loss", PENALTY, 2, ("same",)),
+    ("penalty_and_loss_of_another_forward", PENALTY, 2, ("another",)),
 ]
 
 

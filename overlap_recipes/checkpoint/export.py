@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from ..ranks import keep_quiet_alone
 from .export_names import Part, for_transformers, weights
 from .saves import Saves
 from .state import is_made_of_tensors
@@ -398,6 +399,7 @@ def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **opt
         raise ValueError(
             f"no tensor below {prefix!r} in {checkpoint}: pass as prefix one of {there}"
         )
+    keep_quiet_alone()
     dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     dcp.save(state, storage_writer=SafetensorsWriter(directory, **options), no_dist=True)

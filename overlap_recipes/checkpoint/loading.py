@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..ranks import on_all_ranks, on_first_rank, own_result
+from ..ranks import keep_quiet_alone, on_all_ranks, on_first_rank, own_result
 from .checked_files import DamagedCheckpoint
 from .fit import Entry, Fit, Skip, entries_below, lists_of
 from .reader import Reader
@@ -57,6 +57,7 @@ def load(
         CheckpointException: a rank could not read its part: a file is missing, short, or not as
             saved. Raised on all ranks; what has been read till then stays.
     """
+    keep_quiet_alone()
     reader = source if isinstance(source, dcp.StorageReader) else Reader(source)
     metadata = own_result(reader.read_metadata, process_group)
     entries: dict[str, list[Entry]] = {}

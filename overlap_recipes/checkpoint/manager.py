@@ -230,8 +230,8 @@ class CheckpointManager:
             ValueError: it is negative, or below one that was saved.
             RuntimeError: there are checkpoints below the root, and ``resume`` was not called;
                 outside the block; this state can never be saved; ranks differ in what they share,
-                now at the first save, later at the save before this one; a rank died or came ten
-                minutes late, so that no later save can succeed.
+                now at the first save, later at the save before this one; a rank died or came later
+                than ranks wait, so that no later save can succeed.
         """
         number = _checked_step(step)
         if not self.has_resumed and self.newest_on_entry is not None:

@@ -11,14 +11,70 @@ checkpoint.
 import os
 import signal
 import threading
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..ranks import wait_of_ranks
+
 AGAIN = 85  # exit code: saved, start me again
 _MARGIN_S = 2.0  # before SIGKILL
 TOO_LATE = 86  # exit code: start me again; no time for the last save, older checkpoints are whole
+
+
+class _Sigterm:
+    """What SIGTERM does as long as a ``Preemption`` is open: it asks all that are.
+
+    Attributes:
+        open: those whose block has not ended; one that nobody has kept or entered is none.
+        before: the handler of before, which comes back with the end of the last.
+        process: that has made them.
+        is_ignored: the last has ended because it was asked.
+    """
+
+    def __init__(self) -> None:
+        self.open: weakref.WeakSet[Preemption] = weakref.WeakSet()
+        self.before: object = signal.SIG_DFL
+        self.process = 0
+        self.is_ignored = False
+
+    def ask(self, one: "Preemption") -> None:
+        """Ask ``one``, too, from now on."""
+        found = signal.signal(signal.SIGTERM, self.on_signal) or signal.SIG_DFL
+        if found != self.on_signal:
+            self.before = found
+        if self.process != os.getpid():
+            self.process = os.getpid()
+            self.open = weakref.WeakSet()
+            os.register_at_fork(after_in_child=self.give_back_handler)
+        self.is_ignored = False
+        self.open.add(one)
+
+    def forget(self, one: "Preemption") -> None:
+        self.open.discard(one)
+        if not self.open:
+            # Asked once more, a process that is on its way out still gives its own exit code.
+            self.is_ignored = one.asked
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if one.asked else self.before)
+
+    def on_signal(self, number: int, frame: object) -> None:
+        is_child = os.getpid() != self.process  # forked just now
+        if is_child or not self.open:
+            signal.signal(number, self.before)
+            os.kill(os.getpid(), number)
+            return
+        for one in list(self.open):
+            one.ask()
+
+    def give_back_handler(self) -> None:
+        """In a forked child: a handler in Python would not end it while it waits for a lock."""
+        if self.is_ignored or signal.getsignal(signal.SIGTERM) == self.on_signal:
+            signal.signal(signal.SIGTERM, self.before)
+
+
+_SIGTERM = _Sigterm()
 
 
 class Preemption:
@@ -28,8 +84,9 @@ class Preemption:
         grace_s: seconds from SIGTERM to SIGKILL; this process gives up 2 s before that.
 
     Construct it on the main thread of every rank, as early as you can. Enter it when the process
-    group exists. It acts in this process alone: in a forked child, such as a worker of a pool or of
-    a data loader, SIGTERM does what it did before.
+    group exists. Where there are several, in each other or in turn, SIGTERM asks all of them. It
+    acts in this process alone: in a forked child, such as a worker of a pool or of a data loader,
+    SIGTERM does what it did before.
 
     Raises:
         ValueError: this is not the main thread.
@@ -45,36 +102,28 @@ class Preemption:
         self.left = threading.Event()
         self.listener: threading.Thread | None = None
         self.vote: tuple[torch.Tensor, dist.Work] | None = None
-        self.process = os.getpid()
-        self.before = signal.signal(signal.SIGTERM, self.on_signal) or signal.SIG_DFL
-        os.register_at_fork(after_in_child=self.give_back_handler)
-        self.hook = register_optimizer_step_post_hook(self.begin_step)
+        self.hook = None
+        _SIGTERM.ask(self)
 
     def __enter__(self) -> "Preemption":
+        self.hook = register_optimizer_step_post_hook(self.begin_step)
         if dist.is_initialized():
-            self.votes, self.peers = (dist.new_group(backend="gloo") for _ in range(2))
+            wait = wait_of_ranks()
+            self.votes = dist.new_group(backend="gloo", timeout=wait)
+            self.peers = dist.new_group(backend="gloo", timeout=wait)
             self.entered = True
             if self.asked:  # while the job was starting
                 self.start_listening()
         return self
 
-    def on_signal(self, number: int, frame: object) -> None:
-        if os.getpid() != self.process:  # a child forked just now
-            signal.signal(number, self.before)
-            os.kill(os.getpid(), number)
-            return
+    def ask(self) -> None:
+        """SIGTERM has come."""
         if self.asked or self.left.is_set():
             return
         self.asked = True
         threading.Thread(target=self.watch, name="deadline", daemon=True).start()
         if self.entered:
             self.start_listening()
-
-    def give_back_handler(self) -> None:
-        """In a forked child: a handler in Python would not end it while it waits for a lock."""
-        ignored_by_exit = self.asked and self.left.is_set()
-        if ignored_by_exit or signal.getsignal(signal.SIGTERM) == self.on_signal:
-            signal.signal(signal.SIGTERM, self.before)
 
     def watch(self) -> None:
         if not self.left.wait(self.leave_s):
@@ -139,5 +188,4 @@ class Preemption:
                 self.listen()
             else:
                 self.listener.join()
-        # Asked once more, a process that is on its way out still gives its own exit code.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if self.asked else self.before)
+        _SIGTERM.forget(self)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import talk
 from .preparation import Preparation
 from .staging import Staging
 from .state import PASS_PER_RANK, read, refuse_differing, shared_digests
@@ -53,8 +52,8 @@ class Saves:
         advice: what the message says where that is not.
 
     Relative directories are those below the working directory of when this object was made. Ranks
-    wait for each other for ten minutes: if one comes to a save later, that save fails, and the next
-    call raises.
+    wait for each other as long as ``init_process_group(timeout=...)`` says, ten minutes at least:
+    if one comes to a save later, that save fails, and the next call raises.
 
     Attributes:
         latest: the future of the latest save; those before it have ended when it has.
@@ -196,13 +195,17 @@ class Saves:
         has_group = self.calling.group is not None
         has_ended = self.hook is None or self.writing.is_abandoned
         if has_ended or dist.is_initialized() != has_group:
-            raise RuntimeError("save in one `with Saves(...)`, behind init_process_group")
+            raise RuntimeError(
+                "save and resume inside its `with` block, which is entered once, and begins when "
+                "the process group is there and ends before it is destroyed"
+            )
         lost = self.calling.lost or self.writing.talk.lost
         if lost is not None:
             raise RuntimeError(
                 f"the ranks have lost each other: one has died, or came to a save more than "
-                f"{talk.DEADLINE_S:.0f} s behind the others. No later save can succeed: end the "
-                f"job, and resume from its latest checkpoint"
+                f"{self.calling.deadline} behind the others. No later save can succeed: end the "
+                f"job, and resume from its latest checkpoint; if a rank may come that late, give "
+                f"init_process_group a longer timeout"
             ) from lost
 
     def wait_for_buffer(self, before: Future) -> None:

@@ -4,13 +4,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..ranks import on_all_ranks
-
-DEADLINE_S = 600.0  # how long a thread waits for the other ranks
+from ..ranks import LEAST_WAIT, on_all_ranks, wait_of_ranks
 
 
 class FailedOnRanks(RuntimeError):
@@ -36,10 +33,11 @@ class _Outcome:
 class Talk:
     """The talk of one thread of each rank with the same thread of the others.
 
-    Without a process group this rank is alone. Ranks wait for each other for ``DEADLINE_S``.
+    Without a process group this rank is alone.
 
     Attributes:
         rank, ranks: this rank's number, and how many there are.
+        deadline: how long ranks wait for each other.
         group: that it goes by; None without a process group.
         lost: what has ended it: a rank has died, or came too late.
     """
@@ -47,13 +45,14 @@ class Talk:
     def __init__(self) -> None:
         self.rank = 0
         self.ranks = 1
+        self.deadline = LEAST_WAIT
         self.group: dist.ProcessGroup | None = None
         self.lost: Exception | None = None
         if dist.is_initialized():
             self.rank = dist.get_rank()
             self.ranks = dist.get_world_size()
-            deadline = timedelta(seconds=DEADLINE_S)
-            self.group = dist.new_group(backend="gloo", timeout=deadline)
+            self.deadline = wait_of_ranks()
+            self.group = dist.new_group(backend="gloo", timeout=self.deadline)
 
     def together(self, work: Callable, *args: object) -> list:
         """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""

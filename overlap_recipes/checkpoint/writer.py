@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from ..ranks import keep_quiet_alone
 from .copies import form
 from .state import SMALL, is_staged, shard_of
 from .talk import Talk
@@ -382,6 +383,7 @@ class FileWriter:
                 planner = _taken_apart(state)
             layout = _Layout(place)
             group = {"process_group": talk.group, "no_dist": talk.group is None}
+            keep_quiet_alone()
             dcp.save(state, storage_writer=layout, planner=_Planner(), **group)
             layout.made_for = described(planner)
             self.layout = layout

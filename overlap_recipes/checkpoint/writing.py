@@ -145,7 +145,7 @@ class Writing:
     Attributes:
         threads: that write at a time.
         failures: of saves, in order.
-        is_abandoned: training has ended by an exception: what has not begun is not begun.
+        is_abandoned: training has ended by an exception: no more saves come.
     """
 
     def __init__(
@@ -224,8 +224,6 @@ class Writing:
 
     def begin(self, job: Job) -> Begun:
         """Wait for the copies. Until then this thread leaves the interpreter to the training."""
-        if self.is_abandoned and self.talk.group is not None:
-            raise RuntimeError("training has ended by an exception")  # others may not have called
         if job.error is not None:
             raise job.error
         job.copied.synchronize()

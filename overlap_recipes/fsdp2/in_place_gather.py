@@ -73,7 +73,13 @@ class Gathers(shared_slots.Slots):
         """Queue the gather of a unit's full weights after all that the current stream does."""
         backward = group._training_state.name == "PRE_BACKWARD"
         if backward and torch.is_grad_enabled() and group.reshard_after_backward:
-            raise RuntimeError("create_graph needs set_reshard_after_backward(False)")
+            raise RuntimeError(
+                "create_graph needs the weights of all units until the last backward of the step: "
+                "call model.set_reshard_after_backward(False) before the forward, and after that "
+                "backward reshard() of each FSDPModule among model.modules(). Until then "
+                "model.parameters() are whole weights without gradients, and the next forward "
+                "would compute with them"
+            )
         if group.slot is None:
             if backward:
                 raise RuntimeError("a forward came before gather_in_place: call it between steps")

@@ -49,7 +49,8 @@ def run(
     if edit is not None:
         edit.apply()
     torch.set_num_threads(1)
-    talk_module.DEADLINE_S = saves_module.EXIT_S = GROUP_TIMEOUT.total_seconds()
+    talk_module.wait_of_ranks = lambda: GROUP_TIMEOUT
+    saves_module.EXIT_S = GROUP_TIMEOUT.total_seconds()
     if fault is not None and fault.rank != rank:
         fault = None
     points = Points(fault, root, pipe)
