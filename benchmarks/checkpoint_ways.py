@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes_source" / "checkpoint"))
@@ -36,7 +35,6 @@ from pinned_staging import PinnedStager  # noqa: E402
 from benchmarks.measuring import PIECE_BYTES, timing_event  # noqa: E402
 from overlap_recipes.checkpoint.copies import ALIGNMENT, CopyPlan  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
-from overlap_recipes.checkpoint.state import TrainingState  # noqa: E402
 
 REUSE_CRASHES = "2.11" <= torch.__version__ < "2.13"
 
@@ -364,18 +362,6 @@ class DefaultStager213Pinned(DefaultStager213):
     kind = NumbersPinned
 
 
-class LibraryApp(Stateful):
-    """The state of the other ways, with the same keys, as the library reads it."""
-
-    def __init__(self, app: AppState) -> None:
-        self.app, self.state = app, TrainingState(app.model, app.optimizer)
-
-    def state_dict(self) -> dict:
-        state = self.state.state_dict()
-        others = {"step": self.app.step, "has_state": state["has_state"]}
-        return {"model": state["model"], "optim": state["optim"], **others}
-
-
 class OverlappedWriter(Way):
     """``Saves``: staged beside training, written by its two threads."""
 
@@ -386,11 +372,10 @@ class OverlappedWriter(Way):
         self.saves = Saves(self.device, self.app.model.buffers, **self.options)
         self.saves.writing.begin = self.begin  # a thread of its own would take the interpreter
         self.saves.__enter__()
-        self.state = LibraryApp(self.app)
 
     def start(self, save: Save) -> None:
         self.under_way = save
-        save.watch(self.saves.save({"app": self.state}, save.directory))
+        save.watch(self.saves.save({"app": self.app}, save.directory))
 
     def begin(self, *arguments: object) -> object:
         """What the writing thread does first: it waits for the copies."""

@@ -103,7 +103,8 @@ def own_copies(tree: object) -> object:
     if isinstance(tree, dict):
         return {key: own_copies(child) for key, child in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(own_copies(child) for child in tree)
+        make = getattr(tree, "_make", type(tree))  # of a named tuple
+        return make(own_copies(child) for child in tree)
     return copy.deepcopy(tree)
 
 

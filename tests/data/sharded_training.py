@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +28,8 @@ from _toys import AppState  # noqa: E402
 from async_save import AsyncCheckpoints  # noqa: E402
 from raising import raised  # noqa: E402
 from stream_context import FsdpContext, start_rank  # noqa: E402
+
+from overlap_recipes.checkpoint import load as load_state  # noqa: E402
 
 CONTEXTS = (FsdpContext,)
 LAYERS = 4
@@ -482,7 +483,7 @@ def load(directory: Path) -> None:
     """The saved bits on this number of ranks; training goes on as it did where they were saved."""
     expected = torch.load(directory / "expected.pt")
     app, context = build_app(seed=1)
-    dcp.load({"app": app}, checkpoint_id=directory / "step3")
+    load_state({"app": app}, directory / "step3")
     loaded = full(app.state_dict())
     assert loaded.keys() == expected["saved"].keys()
     for path, tensor in expected["saved"].items():

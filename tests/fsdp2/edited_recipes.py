@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "harness"))
 SHARDING = ROOT / "recipes_source" / "sharding"
 PROOFS = ROOT / "tests" / "proofs"
 CONTROLS = ROOT / "tests" / "controls"

@@ -1,5 +1,6 @@
 """A streamed run is saved and resumed bit for bit: killed, on one rank or two, with one copy."""
 
+import copy
 import os
 import signal
 import subprocess
@@ -98,7 +99,7 @@ def test_a_load_in_memory_takes_what_was_saved():
         for step in range(SAVED):
             run.train(step)
         saved = TrainingState(run.model, run.optimizer).state_dict()
-        TrainingState(other.model, other.optimizer).load_state_dict(saved)
+        TrainingState(other.model, other.optimizer).load_state_dict(copy.deepcopy(saved))
         assert_same(([], other.results()), ([], run.results()))
 
 

@@ -21,13 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from overlap_recipes.checkpoint import (
-    DamagedCheckpoint,
-    DurableSaves,
-    Reader,
-    load,
-    shared_reads,
-)
+from overlap_recipes.checkpoint import DamagedCheckpoint, Reader, Saves, load, shared_reads
+from overlap_recipes.checkpoint.kept import Checkpoint
+from overlap_recipes.checkpoint.stores.directory import Directory
 
 ROWS, COLUMNS = 37, 24
 
@@ -76,10 +72,14 @@ def differing(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 def prove_every_bit(root: Path, device: torch.device, mesh) -> Path:
     state = build(device, mesh, Shard(0), Replicate())
-    stock, ours = root / "stock", root / "step1"
+    stock, ours = root / "stock", root / "kept" / "step1"
     dcp.save(dict(state), checkpoint_id=stock)
-    with DurableSaves(device) as saves:
-        saves.save(dict(state), ours)
+    store = Directory(ours.parent)
+    if dist.get_rank() == 0:
+        store.open()
+    with Saves(device) as saves:
+        saves.save(dict(state), Checkpoint(store, step=1, keep_last=1, keep_every=0))
+    store.close()
     for directory in (stock, ours):
         for placement in (Shard(0), Shard(1), Replicate()):
             expected = build(device, mesh, placement, placement)
