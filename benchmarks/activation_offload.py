@@ -43,7 +43,7 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks import measuring  # noqa: E402
 from benchmarks.workloads import llama  # noqa: E402
-from overlap_recipes.offload import ActivationOffload  # noqa: E402
+from overlap_recipes.offload import ActivationOffload, activations  # noqa: E402
 
 LAYERS = 4
 TOKENS = (16384, 65536, 131072)
@@ -113,7 +113,7 @@ class Keeping:
 
     def __init__(self, small: bool, device: torch.device) -> None:
         self.device, self.pool_bytes = device, SMALL_POOL_BYTES if small else POOL_BYTES
-        self.smallest = 1 << (10 if small else 20)
+        activations.SMALLEST = 1 << (10 if small else 20)
         self.offload: ActivationOffload | None = None
 
     def nothing(self) -> AbstractContextManager:
@@ -121,8 +121,7 @@ class Keeping:
 
     def ours(self) -> AbstractContextManager:
         if self.offload is None:
-            options = {"smallest": self.smallest}
-            self.offload = ActivationOffload(self.device, self.pool_bytes, 1 << 30, **options)
+            self.offload = ActivationOffload(self.device, self.pool_bytes, 1 << 30)
         wanted = self.offload.wanted
         self.offload.window = max(1, int((wanted or self.pool_bytes) * WINDOW_SHARE))
         return self.offload.saving()

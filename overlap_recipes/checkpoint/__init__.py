@@ -8,7 +8,7 @@
 from .checked_files import DamagedCheckpoint
 from .loading import load
 from .manager import CheckpointManager
-from .preemption import AGAIN, Preemption
+from .preemption import AGAIN
 from .reader import Reader
 from .saves import Saves
 from .state import TrainingState
@@ -17,7 +17,6 @@ __all__ = [
     "AGAIN",
     "CheckpointManager",
     "DamagedCheckpoint",
-    "Preemption",
     "Reader",
     "Saves",
     "TrainingState",

@@ -94,7 +94,7 @@ class Digesting:
         return {"bytes": self.nbytes, "block": BLOCK, "crc32": text}
 
 
-def described(stream: BinaryIO) -> dict[str, object]:
+def described_file(stream: BinaryIO) -> dict[str, object]:
     """What a manifest says of the file that ``stream`` reads."""
     found = Digesting()
     while data := stream.read(BLOCK):
@@ -136,7 +136,7 @@ def _has_changed(name: str, open_file: _Open, what: dict) -> bool:
     """Whether the content of the file is another than a manifest says."""
     with open_file(name) as stream:
         if "crc32" in what:
-            return described(stream) != what
+            return described_file(stream) != what
         return hashlib.file_digest(stream, "sha256").hexdigest() != what["sha256"]
 
 

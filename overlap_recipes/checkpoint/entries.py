@@ -19,7 +19,7 @@ import torch
 
 HEAD = 4096  # bytes that hold all before the tensor's
 _TAIL = 2048  # bytes that hold all behind it
-END = struct.Struct("<4s4H2IH")  # at the end of a zip file
+_END = struct.Struct("<4s4H2IH")  # at the end of a zip file
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4s1I1Q1I")
 _LISTED = struct.Struct("<4s6H3I5H2I")  # one for each record, in the list at the end
@@ -148,7 +148,7 @@ class _Names(pickle.Unpickler):
 
 
 @lru_cache(maxsize=4096)
-def described(data: bytes) -> _Description | None:
+def described_tensor(data: bytes) -> _Description | None:
     """What ``data``, a ``data.pkl``, says; None if that is not one strided tensor."""
     try:
         found = _Names(io.BytesIO(data)).load()
@@ -190,7 +190,7 @@ class ZipFile:
         at = self.tail.rfind(b"PK\5\6")
         if at < 0:
             raise _Unfamiliar("no end of a zip file")
-        _, _, _, _, count, nbytes, begin, _ = END.unpack_from(self.tail, at)
+        _, _, _, _, count, nbytes, begin, _ = _END.unpack_from(self.tail, at)
         if count == 0xFFFF or nbytes == _IS_IN_64 or begin == _IS_IN_64:
             _, _, end_64, _ = _LOCATOR_64.unpack_from(self.tail, at - _LOCATOR_64.size)
             fields = _END_64.unpack(self.part(end_64, _END_64.size))
@@ -265,7 +265,7 @@ def _plain_place(read: Callable[[int, int], bytes], length: int) -> Place:
         raise _Unfamiliar("several storages")
     if "byteorder" in file.records and file.content("byteorder").decode() != sys.byteorder:
         raise _Unfamiliar("another byte order")
-    description = described(file.content("data.pkl"))
+    description = described_tensor(file.content("data.pkl"))
     if description is None or not description.is_row_major():
         raise _Unfamiliar("not row-major, or a class of its own")
     storage = file.records["data/0"]

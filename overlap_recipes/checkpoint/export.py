@@ -44,7 +44,7 @@ DTYPES = {  # and their names in a header
 _METADATA = {"__metadata__": {"format": "pt", "written_by": "overlap_recipes"}}
 _INDEX = "model.safetensors.index.json"
 _OF_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # as ``lay_out`` names files
-SETTINGS = {"config.json", "generation_config.json"}
+_SETTINGS = {"config.json", "generation_config.json"}
 
 
 def lay_out(tensors: dict[str, tuple], file_bytes: int) -> dict[str, dict]:
@@ -369,7 +369,7 @@ def end_replacement(directory: Path) -> None:
     if _files_in(directory):
         replaced = {file.name for file in _files_in(older)}
         if _shapes_in(older) != _shapes_in(directory):
-            replaced |= SETTINGS
+            replaced |= _SETTINGS
     for path in older.iterdir():
         if path.name not in replaced and not (directory / path.name).exists():
             path.rename(directory / path.name)

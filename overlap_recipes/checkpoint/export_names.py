@@ -99,7 +99,7 @@ def for_transformers(model: nn.Module, dtype: torch.dtype | None = None) -> dict
     options = {"config": json.loads(config.to_json_string()), "dtype": dtype}
     if inner.can_generate():
         options["generation_config"] = json.loads(inner.generation_config.to_json_string())
-    return {**options, "parts": parts_of(model)}
+    return {**options, "parts": parts_of_model(model)}
 
 
 def _inside_wrappers(model: nn.Module) -> nn.Module:
@@ -120,7 +120,7 @@ class NeverCopied(torch.Tensor):
         return self
 
 
-def parts_of(model: nn.Module) -> dict[str, list[Part]]:
+def parts_of_model(model: nn.Module) -> dict[str, list[Part]]:
     """What transformers stores of each tensor of ``model``, unless it stores it as it is."""
     try:
         from transformers.core_model_loading import revert_weight_conversion

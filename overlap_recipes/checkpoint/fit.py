@@ -18,10 +18,9 @@ from .state.differing import otherwise_here
 from .state.optimizers import SavedGroup, wrong_groups
 from .state.state import NOT_LOADED, TAKEN, TrainingState
 from .state.trained import States
-from .state.trees import Flattened, in_parts, shard_of, unpack_flattened
+from .state.trees import Flattened, Path, in_parts, shard_of, unpack_flattened
 
 _EXTRA = "_extra_state"  # the end of a module's name for it
-Path = tuple[str | int, ...]
 
 
 @dataclass
@@ -185,7 +184,7 @@ class Fit:
             name = str(entry.path[1])
             if self.skip.covers(name):
                 continue
-            own = element(self._model, entry.path[1:])
+            own = _element(self._model, entry.path[1:])
             look.want(entry, own)
             is_whole = entry.stored is not None and len(entry.path) == 2
             if is_whole:
@@ -225,7 +224,7 @@ class Fit:
             name = str(entry.path[2])
             if name not in saved & here or str(entry.path[3]) not in noted[name]:
                 continue
-            own = element(self._optim["state"], entry.path[2:])
+            own = _element(self._optim["state"], entry.path[2:])
             if entry.stored is not None and not _is_like(own, entry.stored):
                 parameter = self._parameters[name]
                 wrong_shards = self._wrong_shards(entry, parameter)
@@ -261,7 +260,7 @@ class Fit:
         kinds = self.contents.kinds.get("optim", [])
         saved: dict[int, SavedGroup] = {}
         for entry in self._below("optim", "param_groups"):
-            look.want(entry, element(self._optim, entry.path[1:]))
+            look.want(entry, _element(self._optim, entry.path[1:]))
             if len(entry.path) < 4:
                 continue  # the list is empty
             number = int(entry.path[2])
@@ -294,7 +293,7 @@ class Fit:
             if not entries and name not in empty:
                 look.wrong.append(f"  {name}: only in the job")
             for entry in entries:
-                look.want(entry, element(self._shared, entry.path))
+                look.want(entry, _element(self._shared, entry.path))
         known = TAKEN | {*self.job.COUNTERS, *self._shared}
         there = {str(entry.path[0]) for entry in self._entries} - known
         for name in sorted(self.skip.others(there)):
@@ -333,7 +332,7 @@ class Fit:
         for entry in self.found.wanted:
             put(tree, entry.path, read[entry.name])
         for path in self.contents.empty:
-            is_wanted = element(tree, path[:-1]) is not None
+            is_wanted = _element(tree, path[:-1]) is not None
             if path[0] in self._shared:
                 is_wanted = not self.skip.covers(path[0])
             if is_wanted:
@@ -391,7 +390,7 @@ def _room_of_part(stored: TensorStorageMetadata, parameter: DTensor) -> torch.Te
 # -- what stands at a path
 
 
-def element(tree: object, path: Iterable[str | int]) -> object:
+def _element(tree: object, path: Iterable[str | int]) -> object:
     """What is at ``path``, whose names may be of numbers; None if there is nothing."""
     for key in path:
         if isinstance(tree, dict):

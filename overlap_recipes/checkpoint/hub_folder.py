@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ranks import own_result
 from .export import DTYPES, header_of, runs
-from .export_names import Part, parts_of, weights
+from .export_names import Part, parts_of_model, weights
 from .reader import OpenFile, Wanted, fill, reads_of
 from .state import shard_of
 
@@ -192,7 +192,7 @@ def _compare(model: nn.Module, folder: Path) -> tuple[dict[str, _Stored], dict[s
     """
     stored = _tensors_of(folder)
     aliases = _aliases_of(model)
-    parts = dict(parts_of(model))
+    parts = dict(parts_of_model(model))
     wrong: list[str] = []
     expected: set[str] = set()
     for name, tensor in weights(model).items():

@@ -26,7 +26,7 @@ from .stores import store_of
 LOG = logging.getLogger(__name__)
 GRACE_S = 30.0  # from SIGTERM to SIGKILL, as in Kubernetes and Slurm
 
-WRAPPERS = {  # by the private name of what is inside, in the order in which torch can load them
+_WRAPPERS = {  # by the private name of what is inside, in the order in which torch can load them
     "_checkpoint_wrapped_module": "checkpoint_wrapper",
     "_fsdp_wrapped_module": "FullyShardedDataParallel",
     "_orig_mod": "torch.compile",
@@ -313,7 +313,7 @@ class CheckpointManager:
 
 def _refuse_wrappers(model: nn.Module) -> None:
     """Raise where a wrapper is right around another from which torch cannot load it."""
-    from_inside = [*WRAPPERS]
+    from_inside = [*_WRAPPERS]
     for name, module in model.named_modules():
         outer = _name_inside(module)
         for inner_module in module.children():
@@ -321,11 +321,11 @@ def _refuse_wrappers(model: nn.Module) -> None:
             if outer is None or inner is None:
                 continue
             if from_inside.index(outer) < from_inside.index(inner):
-                shown = [part for part in name.split(".") if part not in WRAPPERS]
+                shown = [part for part in name.split(".") if part not in _WRAPPERS]
                 where = ".".join(shown) or "the model"
                 raise TypeError(
-                    f"{where} is {WRAPPERS[outer]} around {WRAPPERS[inner]}: torch saves it under "
-                    f"names that it cannot load. Wrap it in another order: torch.compile("
+                    f"{where} is {_WRAPPERS[outer]} around {_WRAPPERS[inner]}: torch saves it "
+                    f"under names that it cannot load. Wrap it in another order: torch.compile("
                     f"FullyShardedDataParallel(checkpoint_wrapper(layer))) can be loaded"
                 )
 
@@ -333,7 +333,7 @@ def _refuse_wrappers(model: nn.Module) -> None:
 def _name_inside(module: nn.Module) -> str | None:
     """The name under which ``module`` holds what it wraps; None if it is no wrapper."""
     for name, _ in module.named_children():
-        if name in WRAPPERS:
+        if name in _WRAPPERS:
             return name
     return None
 

@@ -119,7 +119,7 @@ class SharedReads(DefaultLoadPlanner):
         wanted = _wanted_by(plans)
         packs: list[tuple[Bundle, list[Sent]]] = []
         for (ranks, device), shared in _worth_sharing(wanted, len(plans), can_make_groups).items():
-            packs.extend(packed(Bundle(ranks, device), sorted(shared, key=self.place_of)))
+            packs.extend(in_bundles(Bundle(ranks, device), sorted(shared, key=self.place_of)))
         _choose_owners([bundle for bundle, _ in packs])
         groups = sorted({bundle.ranks for bundle, _ in packs if len(bundle.ranks) < len(plans)})
         told = [Shares(groups) for _ in plans]
@@ -309,7 +309,7 @@ def _worth_sharing(
     return worth
 
 
-def packed(empty: Bundle, items: list[Sent]) -> list[tuple[Bundle, list[Sent]]]:
+def in_bundles(empty: Bundle, items: list[Sent]) -> list[tuple[Bundle, list[Sent]]]:
     """``items`` in as many copies of ``empty`` as they take, and what is in each."""
     packs: list[tuple[Bundle, list[Sent]]] = []
     for sent in items:

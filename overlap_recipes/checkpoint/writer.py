@@ -52,7 +52,7 @@ def around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     return file.getvalue()[: file.hole], file.getvalue()[file.hole :]
 
 
-def memory_of(tensor: torch.Tensor) -> tuple:
+def place_of_memory(tensor: torch.Tensor) -> tuple:
     """A key that is equal for two names of the same memory."""
     return tensor.data_ptr() if tensor.nbytes else 0, tensor.shape, tensor.dtype
 
@@ -182,7 +182,7 @@ class _Layout(dcp.FileSystemWriter):
         places: dict[tuple, _StorageInfo] = {}
         results = []
         for tensor, item in tensors:
-            memory = memory_of(tensor)
+            memory = place_of_memory(tensor)
             if memory not in places:
                 n = self.ends.index(min(self.ends))
                 length = tensor.nbytes + sum(map(len, around(tensor.shape, tensor.dtype)))
@@ -312,7 +312,7 @@ def _outline(tree: object, found: list) -> None:
         found.append(kind(tree))
 
 
-def element(tree: object, path: tuple) -> object:
+def _element(tree: object, path: tuple) -> object:
     for key in path:
         if isinstance(tree, dict) and key not in tree:
             key = int(key)  # a planner's paths have numbers as names
@@ -385,7 +385,7 @@ class FileWriter:
             group = {"process_group": talk.group, "no_dist": talk.group is None}
             keep_quiet_alone()
             dcp.save(state, storage_writer=layout, planner=_Planner(), **group)
-            layout.made_for = described(planner)
+            layout.made_for = _described(planner)
             self.layout = layout
             self.plans += 1
         self.remember(planner, arranged.outline)
@@ -403,12 +403,12 @@ class FileWriter:
         own_outline = tuple(parts)
         if layout is None or own_outline != layout.outline:
             planner = _taken_apart(state)
-            needs_plan = layout is None or described(planner) != layout.made_for
+            needs_plan = layout is None or _described(planner) != layout.made_for
             return Arranged(planner, own_outline, False, needs_plan)
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state)
         names = [item.index.fqn for item in layout.others]
-        planner.state_dict = {name: element(state, layout.paths[name]) for name in names}
+        planner.state_dict = {name: _element(state, layout.paths[name]) for name in names}
         return Arranged(planner, own_outline, True, False)
 
     def remember(self, planner: _Planner, own_outline: tuple) -> None:
@@ -465,7 +465,7 @@ def _taken_apart(state: dict) -> _Planner:
     return planner
 
 
-def described(planner: _Planner) -> tuple:
+def _described(planner: _Planner) -> tuple:
     """All that a layout depends on: paths, forms, and which names have the same memory."""
     forms = []
     numbers: dict[tuple, int] = {}
@@ -473,6 +473,6 @@ def described(planner: _Planner) -> tuple:
     for name, leaf in planner.state_dict.items():
         forms.append((name, _decides(name, leaf)))
         if is_staged(leaf):
-            memory = memory_of(shard_of(leaf))
+            memory = place_of_memory(shard_of(leaf))
             shared.append(numbers.setdefault(memory, len(numbers)))
     return tuple(planner.mappings.items()), forms, shared

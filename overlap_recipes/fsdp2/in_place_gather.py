@@ -16,14 +16,16 @@ from . import peer_memory, same_gradients, shared_slots, unseen_outputs
 # backward the same and ``post_backward``, at the end ``finalize_backward``. The first two are
 # replaced here.
 
+AHEAD = 2  # units that forward gathers before they are needed
+
 
 class Gathers(shared_slots.Slots):
     """The slots of all units of one model, and the stream of their gathers."""
 
-    def __init__(self, groups: Sequence, ahead: int, slots: int) -> None:
+    def __init__(self, groups: Sequence, slots: int) -> None:
         shards, device = groups[0].mesh_info.shard_process_group, groups[0].device
-        super().__init__(peer_memory.PeerMemory(shards, device), max(slots, ahead + 1, 2))
-        self.groups, self.ahead, self.streams = groups, ahead, torch.get_device_module(device)
+        super().__init__(peer_memory.PeerMemory(shards, device), max(slots, AHEAD + 1))
+        self.groups, self.streams = groups, torch.get_device_module(device)
         self.stream = self.streams.Stream()
         self.gathers = self.forwards = 0
         self.in_forward = self.with_graph = self.begun = self.trusts = False
@@ -60,10 +62,9 @@ class Gathers(shared_slots.Slots):
         if self.order:  # of the first forward
             groups, self.order = list(dict.fromkeys(self.order)), None
             short = groups[0].embeds  # an embedding: its kernels are queued first
-            self.first = groups[: min(self.ahead, 2 - short)]
-            groups[0].then = groups[1 : 1 + min(self.ahead, 2)] if short else []
-            if self.ahead:
-                shared_slots.set_lists(groups, self.ahead, first=1 - short)
+            self.first = groups[: AHEAD - short]
+            groups[0].then = groups[1 : 1 + AHEAD] if short else []
+            shared_slots.set_lists(groups, AHEAD, first=1 - short)
 
     def drop(self) -> None:
         for group in self.groups:
@@ -234,13 +235,12 @@ class InPlaceGather:
         return current
 
 
-def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gathers | None:
+def gather_in_place(model: FSDPModule, slots: int = 4) -> Gathers | None:
     """Have every unit of ``model`` gather by peer copies, from its next forward on. Collective.
 
     Args:
         model: the module that the training loop calls.
-        ahead: units that forward gathers before they are needed; 0 leaves FSDP2's own settings.
-        slots: that equal units take turns in; there are ``ahead + 1`` and 2 at least. The more, the
+        slots: that equal units take turns in; there are three at least. The more, the
             fewer gathers in backward.
 
     Returns:
@@ -253,7 +253,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gather
     """
     if not (chosen := peer_memory.copying_groups(model)):
         return None
-    gathers = Gathers(chosen, ahead, slots)
+    gathers = Gathers(chosen, slots)
     peer_memory.become(chosen, InPlaceGather)
     for group in chosen:
         group.all, group.embeds = gathers, shared_slots.embeds(group)

@@ -38,7 +38,7 @@ class PeerCopies:
             self.gathers.begin_next_forward()
 
 
-def use_peer_copies(model: FSDPModule, ahead: int = 2, slots: int = 4) -> PeerCopies:
+def use_peer_copies(model: FSDPModule, slots: int = 4) -> PeerCopies:
     """Have every unit of ``model`` gather and reduce by peer copies, from now on. Collective.
 
     Call it between steps, once, behind ``fully_shard`` and all settings of FSDP2. On one rank,
@@ -46,7 +46,6 @@ def use_peer_copies(model: FSDPModule, ahead: int = 2, slots: int = 4) -> PeerCo
 
     Args:
         model: the module that the training loop calls.
-        ahead: units that forward gathers before they are needed; 0 leaves FSDP2's own settings.
         slots: that equal units take turns in; the more, the fewer gathers in backward.
 
     Raises:
@@ -72,5 +71,5 @@ def use_peer_copies(model: FSDPModule, ahead: int = 2, slots: int = 4) -> PeerCo
     if reasons:
         hint = _HOSTS if peer_memory.HOSTS in reasons else ""
         raise RuntimeError(f"no peer copies: {'; '.join(sorted(reasons))}. {_INSTEAD}. {hint}")
-    gathers = gather_in_place(model, ahead, slots)
+    gathers = gather_in_place(model, slots)
     return PeerCopies(gathers, reduce_in_place(model))

@@ -17,7 +17,7 @@ _SPINS = 50  # looks before the first pause
 _PAUSE_S = 2e-5
 _TURNS = 2  # a rank is never more than one turn ahead
 _BYTES = 8  # of a word
-END = 0xFFFF  # in place of a unit's number: a backward is over
+_END = 0xFFFF  # in place of a unit's number: a backward is over
 _SETTING = "set_reduce_scatter_unused_params"
 
 
@@ -51,7 +51,7 @@ class SameGradients:
         seen = self.exchange(self.number[id(unit)], zlib.crc32(flags))
         if seen.count(seen[0]) == len(seen):
             return
-        missing = [name_of(p) for p in unit.fsdp_params if _lacks_gradient(p, known)]
+        missing = [_name_of(p) for p in unit.fsdp_params if _lacks_gradient(p, known)]
         here = f"{title(unit)} has gradients of all its weights"
         if missing:
             here = f"{title(unit)} has no gradient of {', '.join(missing)}"
@@ -65,7 +65,7 @@ class SameGradients:
         Raises:
             RuntimeError: another rank reduces one more unit, or does not come in LIMIT_S.
         """
-        self.compare("backward is over", self.exchange(END, 0))
+        self.compare("backward is over", self.exchange(_END, 0))
 
     def exchange(self, number: int, checksum: int) -> list[int]:
         self.turn += 1
@@ -90,7 +90,7 @@ class SameGradients:
                 continue
             number = word >> 32 & 0xFFFF
             there = "backward is over"
-            if number != END:
+            if number != _END:
                 there = f"{title(self.units[number])} has gradients of other weights"
                 if number != seen[self.rank] >> 32 & 0xFFFF:
                     there = f"{title(self.units[number])} has gradients"
@@ -117,7 +117,7 @@ def _lacks_gradient(p, known: set[int]) -> bool:
     return p.sharded_param.requires_grad and id(p) not in known
 
 
-def name_of(p) -> str:
+def _name_of(p) -> str:
     return getattr(p, "_param_fqn", None) or p._module_info.param_name
 
 

@@ -22,7 +22,7 @@ from . import peer_memory
 
 _ALIGNMENT = 512  # bytes: where a weight may begin in a slot
 _GRAIN = 8 << 20  # bytes: what the size of a slot is a multiple of
-SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
+_SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
 _SAMPLE = 64  # elements of each shard that are compared with what was gathered, where used
 
 
@@ -137,7 +137,7 @@ class Slots:
             source = (rank + step) % ranks  # no two ranks read from one at a time
             copies.append((rows[rank][source], rows[source][source]))
         for to, shard in copies:
-            if shard.nbytes > SMALL:
+            if shard.nbytes > _SMALL:
                 group.large.append((to, shard))
             else:
                 group.small_to.append(to)
@@ -184,7 +184,7 @@ class Slots:
         cast_from = []
         for p in group.fsdp_params:
             shard = p._sharded_param_data
-            if p.own.dtype == shard.dtype and p.own.nbytes > SMALL:
+            if p.own.dtype == shard.dtype and p.own.nbytes > _SMALL:
                 p.own.copy_(shard, non_blocking=True)  # on a copy engine
             else:
                 cast_to.append(p.own)

@@ -51,14 +51,14 @@ def unseen(group, output: object) -> Iterator[torch.Tensor]:
             if leaf.requires_grad and leaf._base is not None:
                 yield leaf._base  # a change of the view in place leaves it in the graph
         elif hasattr(leaf, "__dict__"):
-            yield from tensors_in(list(vars(leaf).values()))
+            yield from _tensors_in(list(vars(leaf).values()))
     for module in group.keepers:
         if len(vars(module)) > len(_OF_MODULES):
             kept = [v for name, v in vars(module).items() if name not in _OF_MODULES]
-            yield from tensors_in(kept)
+            yield from _tensors_in(kept)
 
 
-def tensors_in(values: list) -> Iterator[torch.Tensor]:
+def _tensors_in(values: list) -> Iterator[torch.Tensor]:
     """The tensors among ``values``, or in lists, tuples and dicts among them."""
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -4,16 +4,13 @@
 
 from .activations import ActivationOffload
 from .first_step import check_first_step
-from .streamed_model import StreamedModel, resident_bytes
+from .streamed_model import resident_bytes
 from .streaming import stream_layers
-from .weight_streaming import StreamedLayers
 from .whole_step import HostAdamW
 
 __all__ = [
     "ActivationOffload",
     "HostAdamW",
-    "StreamedLayers",
-    "StreamedModel",
     "check_first_step",
     "resident_bytes",
     "stream_layers",

@@ -56,7 +56,7 @@ class _Storage:
         self.loaded = streams.Event()
 
 
-def unchanged(tensor: torch.Tensor, saved: int, latest: int) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor, saved: int, latest: int) -> torch.Tensor:
     """The tensor, or a RuntimeError: autograd compares versions itself only without hooks."""
     if latest != saved:
         raise RuntimeError(f"changed in place after autograd saved it: {tensor.shape}, clone it")
@@ -88,8 +88,6 @@ class ActivationOffload:
         window: bytes on the device that are on their way to the host, and as many on their way
             back. A single larger storage is let through alone. What two layers save is enough.
         stay: what else stays on the device, such as a batch that you keep; parameters do anyway.
-        smallest: bytes; a smaller storage stays.
-        lanes: the streams for copies to the device and to the host; two new ones if None.
 
     In bytes: ``used`` is what the pool holds after the latest forward, ``wanted`` what one without
     a limit would hold, ``peak`` the most that has been on its way, both ways together.
@@ -100,7 +98,7 @@ class ActivationOffload:
             in place while the device held it.
     """
 
-    def __init__(self, device, budget: int, window: int, stay=(), smallest=SMALLEST, lanes=None):
+    def __init__(self, device, budget: int, window: int, stay=()):
         if budget < 0 or window <= 0:
             raise ValueError(f"budget {budget}, window {window}: pass bytes, 0 or more, 1 or more")
         self.device = torch.empty(0, device=device).device  # "cuda" is "cuda:0", say
@@ -109,10 +107,10 @@ class ActivationOffload:
             raise ValueError(f"{device} is not the current device: {first}")
         self.budget = budget
         self.window = window
-        self.smallest = smallest
         self.stay = list(stay)
         self.streams = torch.get_device_module(device)
-        self.h2d, self.d2h = lanes or (self.streams.Stream(), self.streams.Stream())
+        self.h2d = self.streams.Stream()
+        self.d2h = self.streams.Stream()
         try:
             self.pool = PageLocked(budget, self.device)
         except RuntimeError as error:
@@ -166,14 +164,14 @@ class ActivationOffload:
         if tensor.device != self.device or isinstance(_cast_of(base), nn.Parameter):
             return True
         memory = tensor.untyped_storage()
-        if memory.data_ptr() in self.staying or memory.nbytes() < self.smallest:
+        if memory.data_ptr() in self.staying or memory.nbytes() < SMALLEST:
             return True
         return memory.nbytes() != base.nbytes  # a part of it, with a version of its own
 
     def unpack(self, packed: tuple) -> torch.Tensor:
         """The tensor that was packed; what backward needs next is on its way then."""
         if isinstance(packed[0], torch.Tensor):
-            return unchanged(*packed, latest=packed[0]._version)
+            return _unchanged(*packed, latest=packed[0]._version)
         storage, dtype, *layout = packed
         left = storage.source is None
         if left:
@@ -185,7 +183,7 @@ class ActivationOffload:
         self.prefetch(storage.index)
         memory = storage.back if left else storage.source
         latest = storage.latest if left else storage.source._version
-        return unchanged(
+        return _unchanged(
             _view_of(memory.untyped_storage(), dtype, *layout), storage.version, latest
         )
 

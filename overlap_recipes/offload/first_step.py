@@ -95,7 +95,7 @@ def _compare_runs(streamed: StreamedModel, run: Callable[[], object]) -> bool:
     Raises:
         AssertionError: it has not, whatever the order of sums.
     """
-    with unchanged(streamed), _without_optimizer(streamed):
+    with _unchanged(streamed), _without_optimizer(streamed):
         ours = _results_of(streamed, run)
     resident = _resident_results(streamed, run)
     if _first_difference(ours, resident) is None:
@@ -123,11 +123,11 @@ def _resident_results(
 ) -> Results:
     """Of a run with all layers on the device, or, if that has not the memory, of one at a time."""
     try:
-        with unchanged(streamed), all_on_device(streamed), order(streamed):
+        with _unchanged(streamed), all_on_device(streamed), order(streamed):
             return _results_of(streamed, run)
     except torch.OutOfMemoryError:
         pass
-    with unchanged(streamed), _one_on_device(streamed), order(streamed):
+    with _unchanged(streamed), _one_on_device(streamed), order(streamed):
         return _results_of(streamed, run)
 
 
@@ -286,7 +286,7 @@ def _run_with_copies(plain: Plain, device: torch.device, /, *args, **kwargs):
 
 
 @contextmanager
-def unchanged(streamed: StreamedModel) -> Iterator[None]:
+def _unchanged(streamed: StreamedModel) -> Iterator[None]:
     """After the block, what modules keep and random numbers are as before; no gradients are there.
 
     What modules keep are their buffers, attributes, and what these hold.

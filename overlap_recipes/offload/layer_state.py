@@ -24,7 +24,7 @@ from .kept_things import (
     things_in,
 )
 
-SMALL = 2**20  # bytes: a tensor up to here is kept though it seems not to have changed
+_SMALL = 2**20  # bytes: a tensor up to here is kept though it seems not to have changed
 
 # Names that every module has; of them, those that can be another in the second run.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -68,7 +68,7 @@ class _Kept:
 
     def value(self) -> torch.Tensor:
         """The copy; behind a forward that left a large tensor alone, that tensor."""
-        if self.tensor.nbytes > SMALL and version_of(self.tensor) == self.version:
+        if self.tensor.nbytes > _SMALL and version_of(self.tensor) == self.version:
             return self.tensor
         return self.before
 

@@ -37,7 +37,7 @@ from overlap_recipes.checkpoint.export import (  # noqa: E402
     header_of,
     weights,
 )
-from overlap_recipes.checkpoint.export_names import parts_of  # noqa: E402
+from overlap_recipes.checkpoint.export_names import parts_of_model  # noqa: E402
 from overlap_recipes.checkpoint.stores.directory import Folder  # noqa: E402
 
 SCRIPT = REPO / "tests" / "data" / "export_llama.py"
@@ -107,7 +107,7 @@ def test_what_is_no_block_of_a_tensor_is_refused(change, said: str, monkeypatch)
 
     monkeypatch.setattr(loading, "revert_weight_conversion", stored)
     with pytest.raises(ValueError, match=said):
-        parts_of(Reordered())
+        parts_of_model(Reordered())
 
 
 class Tied(nn.Module):

@@ -231,8 +231,8 @@ def test_no_object_of_data_pkl_is_made() -> None:
 
     import pickle
 
-    assert entries.described(pickle.dumps(Trap())) is None
-    assert entries.described(b"not a pickle") is None
+    assert entries.described_tensor(pickle.dumps(Trap())) is None
+    assert entries.described_tensor(b"not a pickle") is None
     assert not made
 
 

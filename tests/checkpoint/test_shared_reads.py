@@ -121,5 +121,5 @@ def test_small_ones_that_lie_together_are_read_and_sent_together(rank: None) -> 
 def test_packed_parts_begin_where_any_dtype_may() -> None:
     odd = Sent(MetadataIndex("odd"), torch.Size(), torch.Size([3]), "cpu", torch.uint8)
     wide = Sent(MetadataIndex("wide"), torch.Size(), torch.Size([2]), "cpu", torch.complex128)
-    ((bundle, inside),) = shared_reads.packed(Bundle((0, 1), "cpu"), [odd, wide, odd])
+    ((bundle, inside),) = shared_reads.in_bundles(Bundle((0, 1), "cpu"), [odd, wide, odd])
     assert inside == [odd, wide, odd] and bundle.nbytes == 16 + 32 + 3

@@ -23,7 +23,7 @@ from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState, is_staged, read
 from overlap_recipes.checkpoint.stores.directory import Folder
 from overlap_recipes.checkpoint.talk import Talk
-from overlap_recipes.checkpoint.writer import FileWriter, memory_of
+from overlap_recipes.checkpoint.writer import FileWriter, place_of_memory
 from overlap_recipes.checkpoint.writing import Target
 
 ONE_RANK = [
@@ -520,7 +520,7 @@ def test_a_process_group_that_ends_before_the_block_hides_no_save(tmp_path) -> N
 def test_empty_shards_are_one_memory_whichever_objects_hold_them() -> None:
     """DCP makes a new object of a shard at each look; ids of dead ones return in another order."""
     one, other = torch.empty(0), torch.empty(0)
-    assert memory_of(one) == memory_of(other) != memory_of(torch.empty(0, 7))
+    assert place_of_memory(one) == place_of_memory(other) != place_of_memory(torch.empty(0, 7))
 
 
 class Quantized(torch.Tensor):

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from overlap_recipes.fsdp2 import gather_in_place, reduce_in_place
+from overlap_recipes.fsdp2.in_place_gather import gather_in_place
+from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place
 
 STEPS = 2
 TOKENS = 12

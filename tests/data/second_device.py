@@ -25,7 +25,8 @@ def overlapped_stager(device: torch.device) -> None:
 def whole_step(device: torch.device) -> None:
     import whole_step as recipe
 
-    from overlap_recipes.offload import HostAdamW, StreamedModel
+    from overlap_recipes.offload import HostAdamW
+    from overlap_recipes.offload.streamed_model import StreamedModel
 
     model = recipe.Model().bfloat16()
     streamed = StreamedModel(model, model.encoder.layers, device)

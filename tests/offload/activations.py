@@ -1,6 +1,8 @@
 """Activations to offload, of one size, so that their bytes can be counted."""
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from unittest import mock
 
 import torch
 
@@ -13,9 +15,14 @@ def activation() -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, requires_grad=True)
 
 
-def offloading(recipe, budget: int = 1 << 20, window: int = 1 << 20, **options):
-    options = {"smallest": NBYTES // 2} | options
-    return closing(recipe.ActivationOffload(torch.device("cpu"), budget, window, **options))
+@contextmanager
+def offloading(
+    recipe, budget: int = 1 << 20, window: int = 1 << 20, smallest: int = NBYTES // 2, **options
+) -> Iterator:
+    """An offload of storages of ``smallest`` bytes and more."""
+    offload = recipe.ActivationOffload(torch.device("cpu"), budget, window, **options)
+    with mock.patch.object(recipe, "SMALLEST", smallest), closing(offload):
+        yield offload
 
 
 def chain(x: torch.Tensor, length: int) -> torch.Tensor:

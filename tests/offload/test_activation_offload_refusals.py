@@ -128,9 +128,10 @@ def test_a_device_that_is_not_the_current_one_is_refused(recipe, monkeypatch, na
         return SimpleNamespace(device=torch.device("cuda", index))
 
     monkeypatch.setattr(torch, "empty", on_two_devices)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     told = r"cuda:1 is not the current device: call torch\.accelerator\.set_device_index\(i\) first"
     with pytest.raises(ValueError, match=told) if refused else nullcontext():
-        offload = recipe.ActivationOffload(torch.device(named), 0, 1, lanes=("h2d", "d2h"))
+        offload = recipe.ActivationOffload(torch.device(named), 0, 1)
         assert offload.device == torch.device("cuda:0")
 
 

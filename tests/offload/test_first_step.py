@@ -14,12 +14,12 @@ from torch import nn
 from overlap_recipes import ranks
 from overlap_recipes.offload import (
     HostAdamW,
-    StreamedModel,
     check_first_step,
     first_step,
     resident_bytes,
     stream_layers,
 )
+from overlap_recipes.offload.streamed_model import StreamedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from overlap_recipes.offload import HostAdamW, StreamedModel
+from overlap_recipes.offload import HostAdamW
+from overlap_recipes.offload.streamed_model import StreamedModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from overlap_recipes.fsdp2 import gather_in_place
+from overlap_recipes.fsdp2.in_place_gather import gather_in_place
 
 BATCH, STEPS = 8, 4  # samples per rank and step
 

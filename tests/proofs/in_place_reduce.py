@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from overlap_recipes.fsdp2 import gather_in_place, reduce_in_place
+from overlap_recipes.fsdp2.in_place_gather import gather_in_place
+from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place
 
 
 def prove(device: torch.device) -> None:

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checked_files import described, faults
+from ..checked_files import described_file, faults
 from ..reader import Reader
 from .store import name_of, steps_of
 
@@ -75,7 +75,7 @@ class FileSink:
 
     def described(self) -> dict[str, object]:
         with self.path.open("rb") as stream:
-            return described(stream)
+            return described_file(stream)
 
 
 class Directory:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
-from overlap_recipes.offload import HostAdamW, StreamedModel, check_first_step, stream_layers
+from overlap_recipes.offload import HostAdamW, check_first_step, stream_layers
+from overlap_recipes.offload.streamed_model import StreamedModel
 
 
 def wav2vec2() -> nn.Module:
