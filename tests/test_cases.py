@@ -119,6 +119,7 @@ RIGHT = [
     ("config_of_an_export", EXPORT, 1, ("config", "llama", "bf16")),
     ("names_of_exported_experts", EXPORT, 1, ("names", "mixtral")),
     ("terminated_grader", "checkpoint/terminated_grader.py", 1, ()),
+    ("asked_to_leave", "checkpoint/asked_to_leave.py", 2, ()),
     ("saved_in_a_handler", LOST, 2, ("handler",)),
     ("saved_before_an_error", LOST, 2, ("error",)),
     ("saved_before_an_interrupt", LOST, 2, ("interrupted",)),

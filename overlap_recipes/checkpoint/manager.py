@@ -6,7 +6,7 @@ import atexit
 import logging
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -25,6 +25,7 @@ from .stores import store_of
 
 LOG = logging.getLogger(__name__)
 GRACE_S = 30.0  # from SIGTERM to SIGKILL, as in Kubernetes and Slurm
+SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # how many ranks torchrun, and srun, have started
 
 _WRAPPERS = {  # by the private name of what is inside, in the order in which torch can load them
     "_checkpoint_wrapped_module": "checkpoint_wrapper",
@@ -62,9 +63,11 @@ class CheckpointManager:
         state: what is saved.
         keep_last: how many of the newest checkpoints stay.
         keep_every: steps that it divides stay, too; 0: none.
-        grace_s: seconds from SIGTERM to SIGKILL. From here to the end of the block SIGTERM does
+        grace_s: seconds from SIGTERM to SIGKILL; or of several signals, by their number:
+            ``{SIGTERM: 30, SIGUSR1: 300}``. From here to the end of the block such a signal does
             not end the process: ``preempted`` says that it came, and 2 s before the time is over
-            the process ends by ``TOO_LATE`` (86). None: SIGTERM is left alone.
+            the process ends by ``TOO_LATE`` (86). None: no signal is handled, as on a thread,
+            where Python cannot; call ``ask_to_leave``.
         host_bytes: how much page-locked memory this rank may take for saves; None: no bound. A save
             takes as much as this rank's part of the state.
         write_threads: how many threads write; None: two, and more where a save comes before the one
@@ -77,7 +80,7 @@ class CheckpointManager:
     Raises:
         TypeError: ``state`` is no ``TrainingState``, or its model has ``checkpoint_wrapper`` right
             around ``FullyShardedDataParallel``, or one of both right around ``torch.compile``.
-        ValueError: a setting has no meaning; on another than the main thread, ``grace_s`` must be
+        ValueError: a setting has no meaning; on another than the main thread, ``grace_s`` is not
             None; ``root`` is a URL as a ``Path``, or has credentials.
         ImportError: ``root`` is a URL, and fsspec is not installed.
         RuntimeError: on entry, on all ranks. WORLD_SIZE is above 1, and there is no process group.
@@ -95,7 +98,7 @@ class CheckpointManager:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
-        grace_s: float | None = GRACE_S,
+        grace_s: float | Mapping[int, float] | None = GRACE_S,
         host_bytes: int | None = None,
         write_threads: int | None = None,
     ) -> None:
@@ -108,7 +111,7 @@ class CheckpointManager:
         self.keep_every = keep_every
         self.store = store_of(root)
         self.saves = Saves(_device_of(state), state.model.buffers, host_bytes, write_threads)
-        self.preemption = None if grace_s is None else Preemption(grace_s)
+        self.preemption = Preemption(grace_s)
         self.exit_code = 0
         self.newest_on_entry: int | None = None  # the step of a checkpoint below the root
         self.has_resumed = False
@@ -119,23 +122,16 @@ class CheckpointManager:
         self.entered_by = 0  # a process
 
     def __enter__(self) -> "CheckpointManager":
-        ranks = os.environ.get("WORLD_SIZE", "1")
-        if ranks.isdigit() and int(ranks) > 1 and not dist.is_initialized():
-            raise RuntimeError(
-                f"this is one of {ranks} ranks, as WORLD_SIZE says, without a process group, and "
-                f"each would save as if it were the only one: call "
-                f"torch.distributed.init_process_group first. If this job is alone, and its "
-                f"launcher has started others beside it: del os.environ['WORLD_SIZE']"
-            )
+        _refuse_ranks_without_a_group()
         with ExitStack() as block:
-            if self.preemption is not None:
-                block.enter_context(self.preemption)
+            block.enter_context(self.preemption)
             block.callback(self.store.close)
             self.saves.calling.on_first_rank(self.store.open)
             block.enter_context(self.saves)
             block.enter_context(self.forgotten)
             self.refuse_ranks_without_state()
             self.refuse_ranks_elsewhere()
+            self.preemption.all_step = all(self.saves.calling.together(self.has_optimizers))
             self.newest_on_entry = self.saves.calling.on_first_rank(self.newest_step)
             self.saves.prepare({"app": self.state})
             self.block = block.pop_all()
@@ -171,6 +167,9 @@ class CheckpointManager:
                 f"written there, and no checkpoint would be whole: give a directory that all ranks "
                 f"see, or a URL of a store"
             )
+
+    def has_optimizers(self) -> bool:
+        return bool(self.state.optimizers)
 
     def newest_step(self) -> int | None:
         return max(self.store.steps(), default=None)
@@ -274,20 +273,26 @@ class CheckpointManager:
             self.latest.result()
 
     def preempted(self) -> bool:
-        """Whether to save and leave now, since SIGTERM came to a rank; the same on all ranks.
+        """Whether to save and leave now, since a rank was asked to; the same on all ranks.
 
-        Ask on all ranks in the same steps, as often as you like: the answer changes at most where
-        an optimizer steps, and true is for good.
+        Ask on all ranks in the same steps, as often as you like, by one rank alone in an evaluation
+        too: the answer changes at most where an optimizer steps, and true is for good.
 
         Raises:
-            RuntimeError: ``grace_s`` is None; outside the block.
+            RuntimeError: outside the block.
         """
-        if self.preemption is None:
-            raise RuntimeError("give grace_s, the seconds from SIGTERM to SIGKILL")
         leave = self.preemption.agreed()
         if leave:
             self.exit_code = AGAIN
         return leave
+
+    def ask_to_leave(self) -> None:
+        """Let ``preempted`` say yes from one of the next steps on, on all ranks.
+
+        For a preemption that comes by no signal: a cloud's notice, Ray's, an operator's. One rank
+        is enough. Call it from any thread; it sets no deadline.
+        """
+        self.preemption.ask_to_leave()
 
     def end_at_exit(self) -> None:
         """Wait for the save under way of a script that ends inside the block, and say so."""
@@ -309,6 +314,21 @@ class CheckpointManager:
                 self.wait()
         finally:
             self.block.__exit__(kind, error, trace)
+
+
+def _refuse_ranks_without_a_group() -> None:
+    """Raise where a launcher has started several ranks, and they do not know of each other."""
+    if dist.is_initialized():
+        return
+    for name in SIZES:
+        ranks = os.environ.get(name, "1")
+        if ranks.isdigit() and int(ranks) > 1:
+            raise RuntimeError(
+                f"this is one of {ranks} ranks, as {name} says, without a process group, and each "
+                f"would save as if it were the only one: call "
+                f"torch.distributed.init_process_group first. If this job is alone, and its "
+                f"launcher has started others next to it: del os.environ[{name!r}]"
+            )
 
 
 def _refuse_wrappers(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,17 +25,19 @@ _MARGIN_S = 2.0  # before SIGKILL
 TOO_LATE = 86  # exit code: start me again; no time for the last save, older checkpoints are whole
 
 
-class _Sigterm:
-    """What SIGTERM does as long as a ``Preemption`` is open: it asks all that are.
+class _Handler:
+    """What one signal does as long as a ``Preemption`` that watches for it is open: it asks all.
 
     Attributes:
+        number: of the signal.
         open: those whose block has not ended; one that nobody has kept or entered is none.
         before: the handler of before, which comes back with the end of the last.
         process: that has made them.
         is_ignored: the last has ended because it was asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.open: weakref.WeakSet[Preemption] = weakref.WeakSet()
         self.before: object = signal.SIG_DFL
         self.process = 0
@@ -42,7 +45,7 @@ class _Sigterm:
 
     def ask(self, one: "Preemption") -> None:
         """Ask ``one``, too, from now on."""
-        found = signal.signal(signal.SIGTERM, self.on_signal) or signal.SIG_DFL
+        found = signal.signal(self.number, self.on_signal) or signal.SIG_DFL
         if found != self.on_signal:
             self.before = found
         if self.process != os.getpid():
@@ -57,7 +60,7 @@ class _Sigterm:
         if not self.open:
             # Asked once more, a process that is on its way out still gives its own exit code.
             self.is_ignored = one.asked
-            signal.signal(signal.SIGTERM, signal.SIG_IGN if one.asked else self.before)
+            signal.signal(self.number, signal.SIG_IGN if one.asked else self.before)
 
     def on_signal(self, number: int, frame: object) -> None:
         is_child = os.getpid() != self.process  # forked just now
@@ -66,44 +69,62 @@ class _Sigterm:
             os.kill(os.getpid(), number)
             return
         for one in list(self.open):
-            one.ask()
+            one.on_signal(number)
 
     def give_back_handler(self) -> None:
         """In a forked child: a handler in Python would not end it while it waits for a lock."""
-        if self.is_ignored or signal.getsignal(signal.SIGTERM) == self.on_signal:
-            signal.signal(signal.SIGTERM, self.before)
+        if self.is_ignored or signal.getsignal(self.number) == self.on_signal:
+            signal.signal(self.number, self.before)
 
 
-_SIGTERM = _Sigterm()
+_HANDLERS: dict[int, _Handler] = {}  # by the number of the signal
 
 
 class Preemption:
-    """Watch for SIGTERM and agree on the last step; a context manager around the loop.
+    """Watch for signals and agree on the last step; a context manager around the loop.
 
     Args:
-        grace_s: seconds from SIGTERM to SIGKILL; this process gives up 2 s before that.
+        grace_s: seconds from SIGTERM to SIGKILL; this process gives up 2 s before that. Or the
+            seconds of several signals, by their number: ``{SIGTERM: 30, SIGUSR1: 300}``. None: of
+            none; ``ask_to_leave`` alone asks.
 
-    Construct it on the main thread of every rank, as early as you can. Enter it when the process
-    group exists. Where there are several, in each other or in turn, SIGTERM asks all of them. It
-    acts in this process alone: in a forked child, such as a worker of a pool or of a data loader,
-    SIGTERM does what it did before.
+    Construct it on the main thread of every rank, as early as you can; with None, on any thread.
+    Enter it when the process group exists. Where there are several, in each other or in turn, a
+    signal asks all of them. It acts in this process alone: in a forked child, such as a worker of
+    a pool or of a data loader, the signal does what it did before.
+
+    Attributes:
+        asked: this rank, by a signal or by ``ask_to_leave``.
+        all_step: an optimizer of torch's steps on each rank, so that none has to agree before.
 
     Raises:
-        ValueError: this is not the main thread.
+        ValueError: this is not the main thread, and a signal is named.
     """
 
-    def __init__(self, grace_s: float) -> None:
-        self.leave_s = grace_s - _MARGIN_S
-        self.asked = False  # this rank, by SIGTERM
+    def __init__(self, grace_s: float | Mapping[int, float] | None) -> None:
+        if grace_s is None:
+            grace_s = {}
+        elif not isinstance(grace_s, Mapping):
+            grace_s = {signal.SIGTERM: grace_s}
+        if grace_s and threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "Python handles signals on the main thread alone, and this is another: give "
+                "grace_s=None, and call ask_to_leave() where you hear of a preemption"
+            )
+        self.grace_s = {int(number): seconds for number, seconds in grace_s.items()}
+        self.asked = False
+        self.all_step = False
         self.answer = False
         self.is_answered = False  # in this step
         self.has_stepped = False
         self.entered = False
         self.left = threading.Event()
-        self.listener: threading.Thread | None = None
+        self.may_listen = threading.Lock()  # who gets it listens
+        self.has_listened = threading.Event()
         self.vote: tuple[torch.Tensor, dist.Work] | None = None
         self.hook = None
-        _SIGTERM.ask(self)
+        for number in self.grace_s:
+            _HANDLERS.setdefault(number, _Handler(number)).ask(self)
 
     def __enter__(self) -> "Preemption":
         self.hook = register_optimizer_step_post_hook(self.begin_step)
@@ -116,31 +137,41 @@ class Preemption:
                 self.start_listening()
         return self
 
-    def ask(self) -> None:
-        """SIGTERM has come."""
-        if self.asked or self.left.is_set():
+    def on_signal(self, number: int) -> None:
+        """A signal has come: leave, and before its deadline."""
+        if self.left.is_set():
             return
+        watching = threading.Thread(
+            target=self.watch, args=(self.grace_s[number],), name="deadline", daemon=True
+        )
+        watching.start()
+        self.ask_to_leave()
+
+    def ask_to_leave(self) -> None:
+        """Save and leave soon: the next answers of ``agreed`` are true on all ranks."""
         self.asked = True
-        threading.Thread(target=self.watch, name="deadline", daemon=True).start()
-        if self.entered:
+        if self.entered and not self.left.is_set():
             self.start_listening()
 
-    def watch(self) -> None:
-        if not self.left.wait(self.leave_s):
+    def watch(self, grace_s: float) -> None:
+        if not self.left.wait(grace_s - _MARGIN_S):
             os.write(2, b"preempted: no time left, the save has not ended\n")
             os._exit(TOO_LATE)
 
     def start_listening(self) -> None:
-        self.listener = threading.Thread(target=self.listen, name="peers", daemon=True)
-        self.listener.start()
+        """Once, from whichever thread; a signal may come in the middle of it."""
+        if self.may_listen.acquire(blocking=False):
+            threading.Thread(target=self.listen, name="peers", daemon=True).start()
 
     def listen(self) -> None:
+        """Return when all ranks leave; end this process if another has gone before."""
         try:
             dist.all_reduce(torch.zeros(1), group=self.peers)
         except RuntimeError:
             if not self.left.is_set():
                 os.write(2, b"asked to leave, and another rank has gone already\n")
                 os._exit(1)
+        self.has_listened.set()
 
     def begin_step(self, *hooked: object) -> None:
         """Let the next ``agreed`` give another answer: an optimizer has stepped."""
@@ -152,17 +183,19 @@ class Preemption:
 
         Ask on all ranks in the same steps, as often as you like. A step ends where an optimizer has
         stepped: until then each call gives the answer of the first. True is for good. A signal
-        counts from the step behind the one in which it was there when ``agreed`` was called;
-        without a process group from the next answer on. Where no optimizer has stepped yet, or
-        ever will on this rank, each call gives an answer of its own: ask once a step.
+        counts from the step after the one in which it was there when ``agreed`` was called;
+        without a process group from the next answer on. Before the first step of an optimizer the
+        answer is no if ``all_step``; else each call gives an answer of its own: ask once a step.
 
         Raises:
-            RuntimeError: the process group was made, and the block was not entered behind that.
+            RuntimeError: the process group was made, and the block was not entered after that.
         """
         if dist.is_initialized() and not self.entered:
             raise RuntimeError("enter its block when the process group is there")
         if self.answer or self.is_answered:
             return self.answer
+        if self.entered and self.all_step and not self.has_stepped:
+            return False
         self.answer = self.ask_all_ranks() if self.entered else self.asked
         self.is_answered = self.has_stepped
         return self.answer
@@ -184,8 +217,7 @@ class Preemption:
         if kind is None and self.entered:
             if self.vote is not None:
                 self.vote[1].wait()
-            if self.listener is None:
-                self.listen()
-            else:
-                self.listener.join()
-        _SIGTERM.forget(self)
+            self.start_listening()
+            self.has_listened.wait()
+        for number in self.grace_s:
+            _HANDLERS[number].forget(self)

@@ -330,6 +330,10 @@ if __name__ == "__main__":
 # ``grace_s`` (30 by default) must hold two steps, the rest of an earlier save, and a save. Else the rank
 # ends with 86, and the save before counts. Signal ``torchrun``, not its ranks, which it would restart.
 #
+# Several signals: ``grace_s={SIGTERM: 30, SIGUSR1: 300}``; ``torchrun`` passes on SIGUSR1 with
+# ``--signals-to-handle SIGTERM,SIGUSR1`` alone. No signal, or a loop on a thread, as under Ray Train:
+# ``grace_s=None``, and ``checkpoints.ask_to_leave()`` on one rank, from any thread.
+#
 # Where checkpoints lie
 # ---------------------
 # In a directory that all ranks see, or, where hosts share none, in a store: ``"s3://bucket/run"`` needs

@@ -320,12 +320,13 @@ def test_the_state_is_a_training_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "url"])
+@pytest.mark.parametrize("size", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_ranks_without_a_process_group_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, size: str
 ) -> None:
     """Each would be a job of its own, and a store cannot be asked whether another one writes."""
     root = tmp_path if kind == "directory" else f"file://{tmp_path}"
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(size, "2")
     with (
         pytest.raises(RuntimeError, match="one of 2 ranks.*call torch.distributed.init_process"),
         CheckpointManager(root, Job().state, grace_s=None),
