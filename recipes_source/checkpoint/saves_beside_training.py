@@ -313,8 +313,7 @@ if __name__ == "__main__":
 #     # the rules of your job; without --dry-run it deletes, unless a job writes there
 #     python -m overlap_recipes.checkpoint prune checkpoints --keep-last 3 --keep-every 10000 --dry-run
 #
-# ``prune`` looks at names and sizes, not at bytes: ``verify`` first. What is set aside
-# (``.set-aside-``) nobody deletes but you.
+# ``prune`` looks at names and sizes alone: ``verify`` first. What is set aside nobody deletes but you.
 #
 # Leave in time
 # -------------
@@ -330,9 +329,8 @@ if __name__ == "__main__":
 # ``grace_s`` (30 by default) must hold two steps, the rest of an earlier save, and a save. Else the rank
 # ends with 86, and the save before counts. Signal ``torchrun``, not its ranks, which it would restart.
 #
-# Several signals: ``grace_s={SIGTERM: 30, SIGUSR1: 300}``; ``torchrun`` passes on SIGUSR1 with
-# ``--signals-to-handle SIGTERM,SIGUSR1`` alone. No signal, or a loop on a thread, as under Ray Train:
-# ``grace_s=None``, and ``checkpoints.ask_to_leave()`` on one rank, from any thread.
+# Other signals: ``grace_s={SIGUSR1: 300}``. On a thread, as under Ray: ``grace_s=None``, and
+# ``ask_to_leave()``.
 #
 # Where checkpoints lie
 # ---------------------
@@ -343,8 +341,7 @@ if __name__ == "__main__":
 # * Two jobs cannot share a root. In a directory a file lock refuses the second (NFS has it between hosts
 #   from version 4 on, Lustre if mounted with ``flock``). A store has no locks: there the second job takes
 #   the root, and each later save of the first fails.
-# * A store that writes a name twice in spite of ``If-None-Match`` is refused on entry. We ran SeaweedFS,
-#   and none of Amazon, Google or Microsoft.
+# * A store that ignores ``If-None-Match`` is refused on entry. SeaweedFS was run.
 # * A killed upload leaves parts that no listing shows and that you pay for. Add this rule to the bucket's:
 #
 # .. code-block:: json
