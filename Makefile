@@ -56,12 +56,13 @@ installed: environment ## Install the harness into a bare environment and use it
 verify: environment ## Run the recipes on the accelerators present; write harness/verified/
 	@$(PY) tools/verify.py
 
-lint: environment ## Check style, spelling, the files of results, the size of rooms and pages
+lint: environment ## Check style, spelling, the files of results, the size of rooms, words of pages
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m codespell_lib
 	@$(PY) -m benchmarks.first_tables
 	@$(PY) tools/sizes.py
+	@$(PY) tools/words.py
 	@if command -v actionlint >/dev/null; then actionlint; \
 	else echo "actionlint is not installed: .github/workflows is not checked"; fi
 

@@ -533,6 +533,15 @@ def _lines(field: str, rows: list[dict], title: str) -> Figure:
     return figure
 
 
+def model_in_words(row: dict) -> str:
+    """What was trained, "" where a row has no model."""
+    if "model" not in row:
+        return ""
+    if row["model"] == "synthetic":
+        return "A stack of matrices"
+    return f"Stock {row['model']}"
+
+
 class ResultGain(ResultDirective):
     """``.. result-gain:: <benchmark>``: rows of one field in a sentence, the first in bold.
 
@@ -575,7 +584,7 @@ class ResultGain(ResultDirective):
         if found.behind:
             at += " where no other is said"
         machine = "; ".join([found.result.machine, *of_other_runs(shown)])
-        text += nodes.Text(f". Stock {first.ours['model']}{at}, {machine}.")
+        text += nodes.Text(f". {model_in_words(first.ours)}{at}, {machine}.".replace(". , ", ". "))
         return text
 
     def _column(

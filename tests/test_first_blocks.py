@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ INSTEAD = {
         "save_steps=100": "save_steps=2",
     },
 }
-LEAVES = {  # checkpoints that must be there behind the block
+LEAVES = {  # checkpoints that must be there after the block
     "saves_beside_training": ["checkpoints/step1000"],
     "torchtitan_checkpointer": ["checkpoint/step-100"],
     "transformers_trainer": ["run/checkpoint-2/pytorch_model_fsdp_0"],
@@ -68,7 +69,7 @@ def first_block(page: Path) -> str:
 
 
 def later_blocks(page: Path, language: str) -> list[str]:
-    """The blocks of the page's prose, behind its introduction."""
+    """The blocks of the page's prose, after its introduction."""
     text = page.read_text(encoding="utf-8")
     pattern = rf"^# \.\. code-block:: {language}\n#\n((?:#   .*\n|#\n)+)"
     found = []
@@ -256,21 +257,73 @@ class Loader:
         self.taken = state["taken"]
 
 
-def test_the_readme_begins_with_lines_that_run(rank, no_recipes, tmp_path: Path) -> None:
-    """A run of 250 batches, and one that goes on to 420."""
+def blocks_of_readme() -> list[str]:
     text = (SOURCE.parent / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def landing_block() -> str:
+    text = (SOURCE.parent / "index.rst").read_text(encoding="utf-8")
+    block = re.search(r"^ +\.\. code-block:: python\n\n((?: {9}.*\n|\n)+)", text, re.MULTILINE)
+    return textwrap.dedent(block[1]).rstrip("\n") + "\n"
+
+
+def log_lines(text: str) -> list[str]:
+    """The shape of each line of the log that tells of a save: its figures are left out."""
+    found = re.findall(r"step200: the call took[^`]+?written in [\d.]+ s", text)
+    return [re.sub(r"[\d.]+ s", "N s", " ".join(line.split())) for line in found]
+
+
+def test_the_first_block_runs_as_it_stands_and_logs_what_readme_shows(tmp_path: Path) -> None:
+    """README's, which the landing page has, too: a process in an empty folder, and once more."""
+    block, readme = blocks_of_readme()[0], SOURCE.parent / "README.md"
+    assert landing_block() == block
+    (tmp_path / "train.py").write_text(block, encoding="utf-8")
+    library = {"PYTHONPATH": str(SOURCE.parent)}
+    said = []
+    for _ in range(2):
+        command = [sys.executable, "train.py"]
+        ran = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | library, capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        said.append(ran.stderr)
+    assert "resumed" not in said[0] and "resumed from step 200" in said[1]
+    for page in (readme, SOURCE.parent / "index.rst"):
+        shown = log_lines(page.read_text(encoding="utf-8"))
+        assert shown and shown == log_lines(said[0]), page.name
+    kept = {path.name for path in (tmp_path / "checkpoints").glob("step*")}
+    assert kept == {"step100", "step200"}
+
+
+def test_readmes_loop_over_a_loader_runs(rank, no_recipes, tmp_path: Path) -> None:
+    """With the lines of the block above in it: 250 batches, and a run that goes on to 420."""
+    whole, block, *_ = blocks_of_readme()
+    left_out = "        ...  # your step; then the lines from `leave` on, as above\n"
+    assert left_out in block
+    begin, end = whole.index("        leave = "), whole.index("sys.exit")
+    block = block.replace(left_out, f"        train_step(batch)\n{whole[begin:end]}")
+    block += whole[end:]
     for batches, done, kept in (
         (250, 0, {"step100", "step200"}),
         (420, 200, {"step300", "step400"}),
     ):
-        given = yours() | {"loader": Loader(batches)}
+        given = yours() | {"loader": Loader(batches), "sys": sys}
+        given |= {"CheckpointManager": CheckpointManager, "TrainingState": TrainingState}
         with pytest.raises(SystemExit) as left:
             exec(block, given)
         assert left.value.code == 0
         assert given["done"] == done
         assert given["loader"].taken == batches
         assert {path.name for path in (tmp_path / "checkpoints").glob("step*")} == kept
+
+
+def test_readme_says_how_large_the_library_is() -> None:
+    text = (SOURCE.parent / "README.md").read_text(encoding="utf-8")
+    said = int(re.search(r"about ([\d,]+) lines", text)[1].replace(",", ""))
+    files = (SOURCE.parent / "overlap_recipes").rglob("*.py")
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    assert 0.85 * said < lines < 1.15 * said
 
 
 def save_by(config: SimpleNamespace, recipe: ModuleType) -> None:

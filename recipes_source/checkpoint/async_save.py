@@ -19,6 +19,13 @@ nobody looks. How to get a state dict that can be resumed from, and how to load 
 no room for a second copy of what all its ranks hold. If the copy itself takes too long,
 :doc:`pinned_staging` makes it fast and :doc:`saves_beside_training` hides it.
 
+.. result-gain:: checkpoint_stall
+   :rows: async_save pinned overlapped_writer
+   :field: cost_s
+   :where: model=llama-1b step=long loop=reads compiled=no storage=memory
+
+   ``async_save`` is this page; ``pinned`` and ``overlapped_writer`` are later ones.
+
 This is the loop, with ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict``:
 
 .. literalinclude:: async_save.py
@@ -32,7 +39,7 @@ killed save leaves a directory that looks like the others, and nobody compares t
 
    .. grid-item-card:: What you learn
 
-      * what a save costs the training thread, and what runs beside it
+      * what a save costs the training thread, and what runs meanwhile
       * how to tell a complete checkpoint from an incomplete one
       * how a save can fail, and what must survive that
 
@@ -50,7 +57,7 @@ An asynchronous save has two parts. *Staging* copies each rank's shards to host 
 *upload* serializes and writes that copy. After staging, the optimizer may change the weights
 again.
 
-.. lanes:: Schematic. Only staging stops training; the upload runs beside the next steps.
+.. lanes:: Schematic. Only staging stops training; the upload runs during the next steps.
 
    training:  0-4 step 1; 4-6 stage !; 6-10 step 2; 10-14 step 3; 14-18 step 4
    upload:    6-15 write checkpoint 1 ~

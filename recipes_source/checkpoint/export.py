@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, checkpoint/export.py
 """
-Export to Hugging Face, beside training
+Export to Hugging Face, during training
 =======================================
 
 Write a model for ``from_pretrained`` while training goes on. Evaluation and serving want one set
@@ -144,9 +144,9 @@ except ImportError as error:
 #    :language: python
 #    :pyobject: SafetensorsWriter
 #
-# Beside training
+# During training
 # ---------------
-# Staging and the thread are those of :doc:`saves_beside_training`. The weights are copied beside the next
+# Staging and the thread are those of :doc:`saves_beside_training`. The weights are copied during the next
 # step and written aside. The directory gets its name when all ranks have written. If a restarted
 # run comes to the same step again, the new export takes the place of the old one. Other files that
 # lie there stay.
@@ -180,7 +180,7 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
 # %%
 # Run it, and prove it
 # --------------------
-# The proof makes an export beside training and a checkpoint of the same step. It converts the
+# The proof makes an export during training and a checkpoint of the same step. It converts the
 # checkpoint twice, the second time to bfloat16, and compares all of them bit by bit.
 
 
@@ -227,7 +227,7 @@ def prove(root: Path, expected: dict[str, torch.Tensor], options: dict) -> None:
     assert_equal(stored, {n: x.to(stored[n].dtype) for n, x in expected.items()})
     torch.save(read_all(root / "hf"), root / "weights.pt")
     assert_equal(torch.load(root / "weights.pt", map_location="cpu", weights_only=True), expected)
-    print("beside training, converted, loaded on all ranks, by torch.load: every bit equal")
+    print("during training, converted, loaded on all ranks, by torch.load: every bit equal")
 
 
 if __name__ == "__main__":
@@ -242,7 +242,7 @@ if __name__ == "__main__":
 #
 # .. recipe-controls::
 #
-# The tests train a stock Llama on two ranks, export it beside training, and load it with
+# The tests train a stock Llama on two ranks, export it during training, and load it with
 # ``transformers`` alone. ``from_pretrained`` gives the logits of the trained model, bit by bit, with
 # its embedding and head tied.
 #
@@ -270,7 +270,7 @@ if __name__ == "__main__":
 # * A directory that holds files and no export, or a model that is none, is refused. So is the working
 #   directory: each export is a new directory, and has the mode of one.
 # * ``weights`` leaves out an average that an optimizer keeps. Export the average's model instead.
-# * The tokenizer is small files of rank 0. Write them beside the export: they stay there when it is
+# * The tokenizer is small files of rank 0. Write them next to the export: they stay there when it is
 #   replaced.
 # * ``posix_fallocate`` reserves the room of a file before a tensor is written. A file system that
 #   cannot reserve gets zeros written instead: there, use a copy of the package without that line.

@@ -9,6 +9,11 @@ byte is checked. PyTorch's reader takes one tensor after the other on one thread
 waits for a core of the CPU rather than for the storage (see *What it buys*). The bits are the same, on any
 number of ranks. A sharded model starts from a folder of the Hub by the same threads.
 
+.. result-gain:: restart
+   :rows: resume dcp_load torch_load_mmap torch_checkpointing
+   :field: load_s
+   :where: storage=memory
+
 **When not to bother:** you resume through ``CheckpointManager`` or one of the trainers' plugs: they
 load like this already. Or your checkpoints are a few hundred megabytes.
 
@@ -188,8 +193,8 @@ def save_both(job: Job, root: Path) -> list[Path]:
 # differs, on all ranks, before anything has changed. And it makes the optimizer's state: ``dcp.load``
 # fills only what is there, so with it a new optimizer would have to take a step first.
 #
-# What several ranks hold, all of it under DDP, each shard under HSDP, leaves the storage once: each of
-# these ranks reads a share, and broadcasts it.
+# Several ranks may hold the same tensors: all of them under DDP, each shard under HSDP. The storage is
+# read once: each of these ranks reads a share, and broadcasts it.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/shared_reads.py
 #    :language: python
@@ -388,10 +393,10 @@ if __name__ == "__main__":
 #
 # * ``dcp.load`` with ``Reader`` has every rank read replicated weights. ``load`` reads them once, from a
 #   GiB in all on, where the group can broadcast.
-# * What is compressed, strided, or goes into another dtype is read by PyTorch's reader, on one thread.
+# * A tensor that is compressed, strided, or goes into another dtype is read by PyTorch's reader, on one thread.
 #   The log says how much.
-# * A folder whose tensors transformers transposes or joins when it loads, a buffer that the model's
-#   initialisation does not fill, tied weights that differ.
+# * A folder whose tensors transformers transposes or joins when it loads is not supported. Nor is a buffer
+#   that the model's initialisation does not fill, nor tied weights that differ.
 #
 # Further reading
 # ---------------

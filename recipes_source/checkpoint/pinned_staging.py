@@ -16,6 +16,11 @@ the first save comes after the first step.
 memory is held all the time), or page-locked memory is short: it cannot be swapped. If a copy at the
 rate of the link still stops training for too long, :doc:`default_stager` runs it during the next step.
 
+.. result-gain:: checkpoint_stall
+   :rows: pinned async_save overlapped_writer
+   :field: cost_s
+   :where: model=llama-1b step=long loop=reads compiled=no storage=memory
+
 This is the loop:
 
 .. literalinclude:: pinned_staging.py

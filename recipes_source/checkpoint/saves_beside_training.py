@@ -9,8 +9,13 @@ during the next step's forward and backward, and a thread writes it during the s
 Checkpoints are durable and verified, the newest ones stay, and a job that was killed goes on as if
 nothing had happened: same losses, same bits.
 
-Where the GPU bounds the loop, a save costs little (see *What it buys*). Where the host does, as with
-most eager models, it costs several times as much.
+.. result-gain:: checkpoint_stall
+   :rows: overlapped_writer torch_checkpointing async_save
+   :field: cost_s
+   :where: model=llama-1b step=long loop=reads compiled=no storage=memory
+
+   ``overlapped_writer`` is this save. Where the host bounds the loop, as with most eager models, a save
+   costs several times as much: *What it buys*.
 
 **When not to bother:** your run is short enough to start again, or its state is a few megabytes. To
 learn how such saves work, read :doc:`async_save`, :doc:`pinned_staging` and :doc:`default_stager`
@@ -391,12 +396,15 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# These can cost you a checkpoint or a result:
+# These can cost you a checkpoint or a result.
 #
-# * What changes saved tensors without an optimizer of torch (an average of weights, a custom
-#   kernel) calls ``checkpoints.before_update()`` first. Nothing tells you if it does not.
-# * What your loop depends on and ``TrainingState`` is not given is not saved: ``scheduler=``,
-#   ``ema=``, ``per_rank={"data": loader}``. A loader that you do not pass begins again.
+# .. warning::
+#
+#    Code that changes saved tensors without an optimizer of torch (an average of weights, a custom
+#    kernel) must call ``checkpoints.before_update()`` first. Nothing tells you if you forget.
+#
+# * ``TrainingState`` saves what you give it, and nothing else: ``scheduler=``, ``ema=``,
+#   ``per_rank={"data": loader}``. A loader that you do not pass begins again.
 # * Buffers that each rank changes for itself, as BatchNorm's, come back from rank 0 on all ranks. The
 #   first save names them in a warning.
 # * An exception that leaves the block waits for a write, but 30 s at most.

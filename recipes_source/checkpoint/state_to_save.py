@@ -9,7 +9,7 @@ would have done. An exit code of 0 says neither: only loading says it.
 
 **Scope.** This file saves with ``torch.distributed.checkpoint`` (DCP): one model and one optimizer
 of ``torch.optim`` that trains all of its parameters and keeps a state for each, as ``AdamW`` does.
-The first save comes behind the first step, and the resumed job builds both by the same code.
+The first save comes after the first step, and the resumed job builds both by the same code.
 Outside that, DCP loses state without a word, so ``AppState`` raises. Frozen parameters, several
 optimizers, schedules, data and random numbers: ``TrainingState`` of :doc:`saves_beside_training`.
 
@@ -101,7 +101,7 @@ def problem_of(parameter: nn.Parameter, state: dict) -> str:
     if not parameter.requires_grad:
         return "is frozen"
     if not state:
-        return "has no optimizer state (save behind the first step)"
+        return "has no optimizer state (save after the first step)"
     for key, value in state.items():
         if key == "step":
             continue
@@ -146,7 +146,7 @@ def leaves(tree: object, path: str = "") -> dict[str, object]:
 # ranks at the first save of a job, a resumed one, too.
 #
 # A learning-rate schedule leaves ``initial_lr`` in the optimizer's groups. Its position is not in
-# this state, and a resumed schedule would begin anew, so that is refused, too.
+# this state, and a resumed schedule would begin again, so that is refused, too.
 
 
 class AppState(Stateful):
@@ -308,7 +308,7 @@ def train(app: AppState, last_step: int, device: torch.device) -> AppState:
 # %%
 # Run it, and prove it
 # --------------------
-# A job saves behind its second step and trains on, and so does the job that has loaded. Both must
+# A job saves after its second step and trains on, and so does the job that has loaded. Both must
 # end like a job that never saved. Then three states that cannot be brought back are refused.
 
 

@@ -15,11 +15,10 @@ others. Losses and weights are those of a run that keeps everything on the devic
    :where: model=llama-8b
 
    100 % is the speed of a **resident** run, which keeps everything on the device. ``streamed_adam``
-   clips. ``streamed_adam_in_backward`` does not, and updates during backward, too.
+   clips. ``streamed_adam_in_backward`` updates during backward, too, and does not.
 
 **When not to bother:** weights, gradients and Adam's state fit the device: a resident run is faster.
-If they fit and activations do not, see :doc:`activation_offload`. To learn how layers are streamed,
-read :doc:`weight_streaming` first.
+Only activations do not fit: :doc:`activation_offload`. How layers are streamed: :doc:`weight_streaming`.
 
 .. code-block:: python
 
@@ -64,7 +63,7 @@ you trust your model.
 The idea
 --------
 
-Each layer stays where the model has it. Only ``layer.forward`` is another: it waits for the layer's
+Each layer stays where the model has it. Only ``layer.forward`` is replaced: the new one waits for the layer's
 weights, runs the layer's own forward as one node of the graph, and has the next layers loaded. In
 backward the node loads the weights again, and sends the gradients to the host.
 
@@ -283,7 +282,7 @@ def prove(root: Path, device: torch.device) -> None:
         print(f"step {step}: the loss of the uninterrupted run")
     for name, theirs in model.named_parameters():
         same = torch.equal(resumed.get_parameter(name), theirs)
-        assert same, f"{name} is another than without interruption"
+        assert same, f"{name} differs from the run without interruption"
 
 
 def main(directory: Path) -> None:
@@ -355,7 +354,7 @@ if __name__ == "__main__":
 #
 # Limits that can be silent
 # -------------------------
-# * What changes weights calls ``streamed.wait()`` before and ``optimizer.reload()`` after it. Loads do
+# * Code that changes weights must call ``streamed.wait()`` before and ``optimizer.reload()`` after it. Loads do
 #   both by hooks, and ``state_dict()`` waits.
 # * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
 #   not none: its moments and its decay go on.
@@ -364,7 +363,7 @@ if __name__ == "__main__":
 # * Backward runs a layer again. Globals, closures and objects that no module keeps must not change
 #   in between: the first step alone compares.
 # * Rows of a gradient, changed through ``.data``, are clipped by the old norm.
-# * A weight that a hook, a global or another layer reads after its turn is another layer's.
+# * After a layer's turn its weights are replaced: a hook, global or other layer then reads wrong ones.
 # * Where several layers read one tensor, or a layer runs twice, sums have another order, and
 #   ``check_first_step`` returns False.
 #

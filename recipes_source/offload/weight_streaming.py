@@ -19,13 +19,13 @@ models that you did not write, with all of these: :doc:`train_what_does_not_fit`
 the link to the host sets the pace. What whole steps cost is on :doc:`train_what_does_not_fit`.
 
 The loop is an ordinary one. ``stack`` is a ``StreamedStack(layers, device)``, and the optimizer, made
-behind it, has ``stack.parameters()``:
+after it, has ``stack.parameters()``:
 
 .. literalinclude:: weight_streaming.py
    :pyobject: train_step
 
 The file needs torch alone. Copy it down to ``StreamedStack``. An embedding and a head can stay on the
-device, before and behind the stack.
+device, before and after the stack.
 
 .. grid:: 1 1 2 2
 
@@ -87,10 +87,10 @@ ALIGNMENT = 256  # elements: where a weight may begin, as a CUDA allocator would
 # -------------------
 # Copied one by one, each weight pays for its own launch, and small ones never reach the speed of the
 # link. So a layer's weights lie side by side in **one flat page-locked tensor**, and their gradients
-# in another. ``parameter.data = view`` exchanges the memory behind a parameter and keeps the object:
+# in another. ``parameter.data = view`` exchanges the memory of a parameter and keeps the object:
 # the optimizer that updates it updates the tensor that is copied.
 #
-# What exchanges that memory again, such as ``model.to(...)`` or ``load_state_dict(assign=True)``,
+# Code that exchanges that memory again, such as ``model.to(...)`` or ``load_state_dict(assign=True)``,
 # would leave the device with old weights, without an error. So each forward looks.
 
 
@@ -137,7 +137,7 @@ class HostLayer:
         for name, parameter in parameters.items():
             problem = problem_of(parameter)
             if not problem and parameter.data_ptr() != views[name].data_ptr():
-                problem = "has other memory: make the stack behind .to() and other exchanges"
+                problem = "has other memory: make the stack after .to() and other exchanges"
             if problem:
                 raise RuntimeError(f"{name} {problem}")
 
@@ -154,7 +154,7 @@ class HostLayer:
 #    :widths: 18 24 24 34
 #
 #    * - event
-#      - recorded behind
+#      - recorded after
 #      - awaited by
 #      - without it
 #    * - ``ready``
@@ -399,7 +399,7 @@ class Streamed(torch.autograd.Function):
 # Run it, and prove it
 # --------------------
 # The yardstick is ordinary training with all weights on the device. Each step begins with an
-# evaluation and a change of the weights right behind it, which the next forward must find. Then
+# evaluation and a change of the weights right after it, which the next forward must find. Then
 # loss and gradients are compared **bit by bit**, and an optimizer on the host updates the weights.
 
 WIDTH, HIDDEN = 64, 256  # features
@@ -497,7 +497,7 @@ if __name__ == "__main__":
 #    + \sum_{\text{phases}} \max(\text{compute},\; \text{load},\; \text{store})
 #    + t_\text{last store}
 #
-# A phase is the forward or the backward of one layer, with the copies that can run beside it. A
+# A phase is the forward or the backward of one layer, with the copies that can run during it. A
 # device of :math:`F` operations per second and a link of :math:`B` bytes per second hide the loads
 # of forward above about :math:`F / B` tokens per step in bf16, and those of backward above a third
 # of that, whatever the model: more tokens do more arithmetic with the same weights.
@@ -530,7 +530,7 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * ``torch.autograd.grad`` of an input fills ``grad`` of the weights, too.
-# * Ranks are not brought together: average ``grad`` of the ranks yourself, behind backward. DDP and
+# * Ranks are not brought together: average ``grad`` of the ranks yourself, after backward. DDP and
 #   ``fully_shard`` do not see these gradients.
 # * Several devices of one host share its memory and sometimes its link: sharding the model over them
 #   may need no host at all.

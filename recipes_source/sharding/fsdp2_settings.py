@@ -4,10 +4,20 @@
 What FSDP2's own settings do, gather by gather
 ==============================================
 
-See what each setting of ``fully_shard`` does: when weights are gathered, how long they are kept,
-when and in which group gradients are reduced. This file writes down every gather of a training step
-under each setting, in its order beside the compute, and counts the units whose full weights exist
-at a time.
+**On a stock model these settings hardly pay**: a Llama's steps were as long with them as without. They
+pay on small units and few tokens a step, for more memory. Do not bother if a profile of the default
+shows no gaps between the matmuls; else try three of them at once by ``tune``, and measure.
+
+.. result-gain:: fsdp_overlap
+   :rows: fsdp2_tuned fsdp2 fsdp2_in_place
+   :field: efficiency
+   :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
+
+   ``fsdp2_tuned`` is ``tune``, ``fsdp2`` the default, ``fsdp2_in_place`` :doc:`peer_copies`; 100 % is a
+   run that sends nothing.
+
+This page shows what each setting of ``fully_shard`` does: every gather of a training step under each
+setting, in its order with the compute, and how many units have their full weights at a time.
 
 **Scope.** Models whose units run in the same order each step, on every rank. All settings here but
 one change time and memory, and no result. The one:
@@ -18,8 +28,6 @@ one change time and memory, and no result. The one:
    FSDP2 adds gradients of *different* parameters, **without an error**, if they are of equal size.
    ``model.set_reduce_scatter_unused_params(True)`` (PyTorch 2.13) is right:
    `An expert without tokens`_.
-
-**When not to bother:** a profile of the default shows no gaps between the matmuls.
 
 To try three settings at once, take this function, and those that it calls, and give it your units
 in forward's order. The file needs torch alone.
@@ -45,7 +53,7 @@ in forward's order. The file needs torch alone.
 The idea
 --------
 
-A gather is hidden if it is queued before the compute that it runs beside. While it is early, it
+A gather is hidden if it is queued before the compute that hides it. While it is early, it
 costs one more full unit in memory. Every setting trades memory for time. By default, forward queues
 the gather of a unit when the host comes to that unit, and backward one unit ahead; the last unit is
 gathered again at the turn-around, where nothing hides it:
@@ -256,7 +264,7 @@ def tune(units: Sequence[FSDPModule], kept: int = 2, ahead: int = 2) -> ReduceSc
 
 
 def before_micro_batch(model: FSDPModule, is_last: bool) -> None:
-    """Reduce gradients and let weights go behind the last backward of a step alone."""
+    """Reduce gradients and let weights go after the last backward of a step alone."""
     model.set_requires_gradient_sync(is_last)
     model.set_reshard_after_backward(is_last)
 
@@ -490,14 +498,13 @@ if __name__ == "__main__":
 #    :rows: no_communication fsdp2 fsdp2_reduce_group fsdp2_tuned
 #    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
 #
-# **On a stock model the settings hardly pay.** Measure yours before you keep them. On a synthetic
-# stack of matrices they gain at every size, most at few tokens a step, for more memory:
+# Measure yours before you keep them. On a synthetic stack of matrices they gain at every size, most at few tokens a step, for more memory:
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned
 #    :where: model=synthetic loop=–
 #
-# What none of these settings changes: NCCL's kernels take compute cores from the matmuls beside
+# What none of these settings changes: NCCL's kernels take compute cores from the matmuls during
 # them (:doc:`peer_copies`), and each gather is copied into and out of a buffer
 # (:doc:`stream_context` gathers each parameter where it is used).
 #
@@ -532,7 +539,7 @@ if __name__ == "__main__":
 #   in its unit's forward, add zero times its sum to the result. Outside of the unit, the sum is its
 #   shard's, and does not help.
 # * Without synchronisation between micro-batches, before PyTorch 2.15, a weight first used in the
-#   last one is an error in bfloat16: its gradient stands beside float32 sums. The zeros of
+#   last one is an error in bfloat16: its gradient meets float32 sums. The zeros of
 #   ``set_reduce_scatter_unused_params(True)`` raise the same error.
 # * Lists are fixed. If the order of units changes from step to step, they prefetch the wrong units
 #   and hold their memory.

@@ -4,8 +4,8 @@
 FSDP2 by peer copies
 ====================
 
-One call behind ``fully_shard``, and the GPUs of a host copy weights and gradients from each other,
-straight to where they are used. Your loop stays as it is, and on two ranks every bit of it.
+One call after ``fully_shard``, and the GPUs of a host copy weights and gradients from each other,
+straight to their place. Your loop stays as it is, and on two ranks every bit of it.
 
 .. result-gain:: fsdp_overlap
    :rows: fsdp2_in_place fsdp2
@@ -15,8 +15,8 @@ straight to where they are used. Your loop stays as it is, and on two ranks ever
    ``fsdp2`` is stock FSDP2, without the call; 100 % is a run that sends nothing.
 
 **When not to bother:** your ranks are on several hosts (the call refuses them); communication costs
-you little (compare ``fsdp2`` with ``no_communication`` below); or the host sets the pace, as with few
-tokens: nothing is gained then. To learn how sharded training works, read :doc:`stream_context` first.
+you little; or a GPU has fewer than 4,096 tokens a step: there the host sets the pace, and stock FSDP2
+is as fast or faster. How sharded training works: :doc:`stream_context`.
 
 .. code-block:: python
 
@@ -25,7 +25,7 @@ tokens: nothing is gained then. To learn how sharded training works, read :doc:`
    for layer in model.layers:
        fully_shard(layer)  # as before; each module that it is called with is a unit
    fully_shard(model)
-   use_peer_copies(model)  # behind all settings of FSDP2; an error where it cannot
+   use_peer_copies(model)  # after all settings of FSDP2; an error where it cannot
 
 Stock FSDP2 casts a unit's shards, copies them into a buffer, gathers with a kernel that takes
 compute cores (SMs), and copies the result out. Here one cast per gather and one sum per reduction
@@ -113,9 +113,9 @@ def build(device: torch.device, offload: OffloadPolicy | None = None) -> FSDPMod
 # The loop
 # --------
 # Two micro-batches a step, clipping, a schedule, and an evaluation with averaged weights, which are
-# swapped in behind FSDP2's back. ``begin_next_forward`` of what ``use_peer_copies`` returns is
+# exchanged without FSDP2's knowledge. ``begin_next_forward`` of what ``use_peer_copies`` returns is
 # optional: if weights stay as they are until the next forward, its first gathers run while the host
-# reads the loss. Not behind the last step: nobody would wait for what they read.
+# reads the loss. Not after the last step: nobody would wait for what they read.
 
 
 class Average:
@@ -205,7 +205,7 @@ def train(
 # rank's place. Casts go there, then comes the barrier, then the copies.
 #
 # One barrier a gather is enough. Others may still copy from a slot that a rank fills again. But in
-# between there was a gather into another slot, whose barrier each rank reached only behind its
+# between there was a gather into another slot, whose barrier each rank reached only after its
 # copies from the first. If there was none, ``fill`` adds a barrier.
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
@@ -259,7 +259,7 @@ def train(
 # Gradients are pushed
 # --------------------
 # A gradient goes as soon as backward has made it, into a slot on the rank that owns it. Each sender
-# has a row of its own there. Behind the pushes comes one barrier.
+# has a row of its own there. After the pushes comes one barrier.
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
 #    :language: python
@@ -378,7 +378,7 @@ if __name__ == "__main__":
 #
 # Limits that can be silent
 # -------------------------
-# * Weights changed between a gather and its use (inside a forward, before its backward, behind
+# * Weights changed between a gather and its use (inside a forward, before its backward, after
 #   ``begin_next_forward()``) in a way that PyTorch does not count (``.data``, ``dcp.load``, collectives):
 #   a sample is compared, and the next forward raises. A few changed elements can pass.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers;

@@ -15,7 +15,12 @@ between steps. The model fits on one device before it is sharded, and computes i
 weights. No unit is recomputed in backward. Most else raises: `Known limits`_ has what does not.
 
 **When not to bother:** you want to train, not to look inside. ``fully_shard`` stands on the same
-idea and has years of corner cases behind it; :doc:`peer_copies` makes it faster.
+idea and has met years of corner cases; :doc:`peer_copies` makes it faster.
+
+.. result-gain:: fsdp_overlap
+   :rows: delayed_release fsdp2
+   :field: efficiency
+   :where: model=synthetic loop=–
 
 This is the loop:
 
@@ -30,7 +35,7 @@ The file needs torch alone. Copy it, and take its first half: down to ``FsdpCont
 
       * a shard layout that needs no copy
       * how autograd finds a weight again that was freed after forward
-      * why releasing a layer **late** lets the next gather run beside it
+      * why releasing a layer **late** lets the next gather run during it
       * the three orderings between two streams, and what breaks without each
 
    .. grid-item-card:: What you need
@@ -46,8 +51,8 @@ The idea
 An **all-gather** makes weights whole before they are used. A **reduce-scatter** sums gradients over
 the ranks and leaves each the rows that it updates.
 
-Memory decides the schedule. Release a unit's weights right behind the unit, and the next gather,
-which is queued behind that release, waits for the unit to end: nothing overlaps. Release them **one
+Memory decides the schedule. Release a unit's weights right after the unit, and the next gather,
+which is queued after that release, waits for the unit to end: nothing overlaps. Release them **one
 unit later**, and two units' weights are in memory: one computes, one arrives.
 
 .. lanes:: Schematic. Unit 3 is gathered into memory that unit 1 gave back, while unit 2 computes.
@@ -92,7 +97,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 # memory without the padding, as a ``DTensor``: the optimizer updates it, and DCP saves it and loads
 # it on any number of ranks. ``full`` is what the layer computes with.
 #
-# All shards have one size. So the all-gather writes them one behind the other, and that **is** the
+# All shards have one size. So the all-gather writes them one after the other, and that **is** the
 # weight, with the padding at its end: nothing is copied in or out.
 #
 # Between its uses ``full`` has no memory: the storage is resized to zero, and back before the next
@@ -124,7 +129,7 @@ class ShardedParameter:
         self.local.copy_(mine)
         self.sharded = nn.Parameter(self.distributed(self.local))
         self.sharded.is_shard = True  # for ``count_updates``
-        self.counted = self.sharded.to_local().detach()  # counts changes behind the DTensor's back
+        self.counted = self.sharded.to_local().detach()  # counts hidden changes
 
         self.buffer = whole.new_empty(rows * mesh.size(), *self.shape[1:])
         self.nbytes = self.buffer.nbytes
@@ -150,7 +155,7 @@ class ShardedParameter:
         """Give the memory of ``full`` back to the current stream, from which it must be."""
         self.buffer.untyped_storage().resize_(0)
         self.full.grad = None  # of a backward that raised
-        self.expose(self.sharded)  # behind a forward that raised
+        self.expose(self.sharded)  # after a forward that raised
 
     def reduce(self, group: dist.ProcessGroup) -> None:
         """Queue: add this rank's rows of the sum over ranks of ``full.grad`` to the shard's."""
@@ -176,7 +181,7 @@ class ShardedParameter:
         if not is_same or parameter.detach().to_local().data_ptr() != self.local.data_ptr():
             raise RuntimeError(
                 f"{self.name} of {type(self.module).__name__} was replaced, moved or frozen: no "
-                "load_state_dict(assign=True), model.to(), requires_grad_() behind the sharding"
+                "load_state_dict(assign=True), model.to(), requires_grad_() after the sharding"
             )
 
 
@@ -220,8 +225,8 @@ class Unit:
     def __init__(self, number: int, parameters: list[ShardedParameter], streams) -> None:
         self.number = number
         self.parameters = parameters
-        self.gathered = streams.Event()  # behind its gathers
-        self.consumed = streams.Event()  # behind the kernels that read its weights
+        self.gathered = streams.Event()  # after its gathers
+        self.consumed = streams.Event()  # after the kernels that read its weights
         self.is_full = False  # as the gather stream sees it
         self.versions: list[int] = []  # of the shards when forward began
 
@@ -265,7 +270,7 @@ def check_graph(loss: torch.Tensor, units: list[Unit]) -> None:
         if weight in number_of and number_of[weight] != last:
             raise RuntimeError(
                 f"the loss comes to weights of unit {number_of[weight]} not by the unit's result: a "
-                "tensor was kept beside it, or the result was changed in place or is the next unit's"
+                "tensor was kept with it, or the result was changed in place or is the next unit's"
             )
         for after, _ in node.next_functions:
             waiting.append((after, last))
@@ -279,7 +284,7 @@ def check_graph(loss: torch.Tensor, units: list[Unit]) -> None:
 #
 # **Where memory is freed** is the point of it. PyTorch's caching allocator hands a freed block to
 # the next allocation *of the same stream* at once, whatever other streams still do with it. Weights
-# are allocated on the gather stream, so they are freed there, behind a wait for ``consumed``:
+# are allocated on the gather stream, so they are freed there, after a wait for ``consumed``:
 # whatever comes into that memory comes after the wait.
 #
 # **Two communicators.** A communicator runs its collectives in the order in which the host launched
@@ -391,7 +396,7 @@ class FsdpContext:
             p.expose(p.full)
 
     def begin_forward(self) -> None:
-        """The weights are as the compute stream leaves them: gather behind the optimizer."""
+        """The weights are as the compute stream leaves them: gather after the optimizer."""
         self.release_all()  # what a forward that raised has left
         for unit in self.units:
             for p in unit.parameters:
@@ -441,7 +446,7 @@ class FsdpContext:
         if any(reference() is not None for reference in self.replaced):
             raise RuntimeError(
                 "something holds parameters from before the sharding, an optimizer perhaps: build "
-                "it behind the context, and delete other references"
+                "it after the context, and delete other references"
             )
         self.due = self.units[::-1]
         check_graph(loss, self.units)
@@ -456,7 +461,7 @@ class FsdpContext:
             raise RuntimeError(f"no gradient has come to unit {self.due[0].number}: {ORDER}")
 
     def before_backward(self, unit: Unit, forward: int) -> None:
-        """The gradient of the output of ``unit`` is complete, and all behind it has been queued."""
+        """The gradient of the output of ``unit`` is complete, and all after it has been queued."""
         if not self.in_backward:
             raise RuntimeError("call context.backward(loss) in place of loss.backward()")
         if forward != self.forwards or unit.versions != unit.versions_now():
@@ -482,7 +487,7 @@ class FsdpContext:
 
 # %%
 # A hook on the *output* of a unit runs in backward, when the gradient of that output is complete:
-# then all gradients of the unit behind it are complete, too. They are summed over the ranks, here
+# then all gradients of the unit after it are complete, too. They are summed over the ranks, here
 # still on the compute stream, and dropped.
 #
 # ``backward`` takes the place of ``loss.backward()``: it divides by the number of ranks first, so

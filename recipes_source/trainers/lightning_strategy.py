@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, trainers/lightning_strategy.py
 """
-Save beside training in Lightning
+Save during training in Lightning
 =================================
 
 Keep Lightning's ``Trainer``, and let it train while it saves. Lightning's own
 ``ModelParallelStrategy`` moves model and optimizer to the CPU and writes them while training
-stops; ``AsyncCheckpointIO`` does nothing for it. This strategy stages sharded checkpoints beside
+stops; ``AsyncCheckpointIO`` does nothing for it. This strategy stages sharded checkpoints during
 the next step and writes them on a thread.
 
 .. result-gain:: checkpoint_stall
@@ -51,7 +51,7 @@ of its folder ``overlap_recipes``.
 # What each method is for
 # -----------------------
 #
-# .. lanes:: Schematic. The copy runs beside the next step, the write beside the steps after it.
+# .. lanes:: Schematic. The copy runs during the next step, the write during the steps after it.
 #
 #    training:  0-6 step 1; 6-7 save; 7-15 step 2; 15-23 step 3; 23-31 step 4
 #    copy:      7-13 to host memory ~
@@ -62,7 +62,7 @@ of its folder ``overlap_recipes``.
 #    tensors.
 # ``save_checkpoint``
 #    Whatever is not a tensor of model or optimizer (loops, callbacks, schedules) is a few
-#    kilobytes. It is serialized at once and lies beside the shards as ``meta.pt``, where
+#    kilobytes. It is serialized at once and lies next to the shards as ``meta.pt``, where
 #    Lightning's loading looks. The name is that of rank 0: ranks may have other metrics in it. A
 #    save after an exception (``OnExceptionCheckpoint``) is waited for.
 # ``remove_checkpoint``, ``remove_if_saved``
@@ -77,16 +77,16 @@ of its folder ``overlap_recipes``.
 #    keeps. ``save_last="link"`` asks it, too, and so never links to what is not complete. With
 #    ``enable_version_counter=False``, Lightning asks in neither case.
 # ``LightningFiles``
-#    Writes ``meta.pt`` beside the shards. ``save_last=True`` replaces ``last.ckpt`` at every save. If
+#    Writes ``meta.pt`` next to the shards. ``save_last=True`` replaces ``last.ckpt`` at every save. If
 #    other files lie in it, the save fails and leaves them alone.
 # ``optimizer_step``
 #    Lightning runs forward and backward **inside** ``optimizer.step``, as its closure. A hook
 #    before the step therefore runs before forward. ``Saves`` has such a hook, which
-#    makes the step wait for the copy, so nothing would run beside the copy. This method runs
+#    makes the step wait for the copy, so nothing would run during the copy. This method runs
 #    forward and backward first. An optimizer that asks again (LBFGS) gets new ones.
 # ``setup``, ``teardown``
 #    ``Saves`` is a context manager, and this one lasts as long as a ``fit``. ``prepare`` locks its
-#    memory and plans beside the first steps, so that the first save need not. Lightning
+#    memory and plans during the first steps, so that the first save need not. Lightning
 #    calls ``teardown`` even when training has raised. Then ``sys.exc_info()`` has the exception,
 #    and the block does not wait for other ranks. It calls ``teardown`` a second time if the first
 #    has raised, and nothing is left to end then. ``trainer.save_checkpoint`` after ``fit`` saves as
@@ -263,7 +263,7 @@ if __name__ == "__main__":
 #   example).
 # * The class needs ``save_distributed_checkpoint=True``, the default. It ignores
 #   ``storage_options``.
-# * What callbacks, loops and loaders save is kept of each rank, and each resumes with its own. On
+# * The states of callbacks, loops and loaders are kept of each rank, and each resumes with its own. On
 #   another number of ranks all get that of rank 0; if loaders were at other positions, that raises.
 #   So do sharded weights in a callback, such as an average, at the save.
 # * With ``accumulate_grad_batches``, Lightning's ``every_n_train_steps`` saves once more after a
@@ -271,7 +271,7 @@ if __name__ == "__main__":
 # * ``trainer.save_checkpoint`` within ``fit`` returns before the checkpoint has its name. So do not
 #   let Lightning requeue a SLURM job by itself: it would end before the save.
 # * A job killed between the two renames that replace ``last.ckpt`` leaves ``last.ckpt.replaced``, and
-#   ``ckpt_path="last"`` starts anew with no more than a warning. So does one with
+#   ``ckpt_path="last"`` starts from the beginning with no more than a warning. So does one with
 #   ``save_last="link"`` that is killed between the deletion of the old checkpoint and the new link.
 #   Names that begin with ``last-`` have no such gap.
 # * Lightning calls a barrier after each save. With NCCL, the host waits there for the steps that

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, trainers/torchtitan_checkpointer.py
 """
-Save beside training in torchtitan
+Save during training in torchtitan
 ==================================
 
 Keep torchtitan, and stop its checkpoints from stopping training. A subclass of its
-``CheckpointManager`` hands them to ``Saves``: copied beside the next step, written by a
+``CheckpointManager`` hands them to ``Saves``: copied during the next step, written by a
 thread, and renamed when complete.
 
 .. result-gain:: checkpoint_stall
@@ -41,7 +41,7 @@ repository, or a copy of its folder ``overlap_recipes``.
 # What each method is for
 # -----------------------
 #
-# .. lanes:: Schematic. The copy runs beside the next step, the write beside the steps after it.
+# .. lanes:: Schematic. The copy runs during the next step, the write during the steps after it.
 #
 #    training:  0-6 step 1; 6-7 save; 7-15 step 2; 15-23 step 3; 23-31 step 4
 #    copy:      7-13 to host memory ~
@@ -66,7 +66,7 @@ repository, or a copy of its folder ``overlap_recipes``.
 #
 # ``__init__``, ``_close``
 #    ``Saves`` is a context manager, and this one lasts as long as the checkpoint manager.
-#    ``prepare`` locks its memory and plans beside the first steps, so that the first save need not.
+#    ``prepare`` locks its memory and plans during the first steps, so that the first save need not.
 #    torchtitan calls ``close`` at the end of training, and then the block waits for what is being
 #    written. torchtitan also calls ``close`` when training has raised. Then ``sys.exc_info()`` has
 #    the exception, and the block does not wait for other ranks. After Ctrl-C, torchtitan does not
@@ -256,10 +256,10 @@ if __name__ == "__main__":
 # * At each save, torchtitan waits for the previous save and raises its error. Do not train inside
 #   an ``except`` block: ``close`` then takes training for ended by that exception.
 # * ``keep_latest_k`` counts complete checkpoints. The disk holds one more until the next save, and
-#   two more at the end: torchtitan deletes none at the last step. What a killed run has left as
+#   two more at the end: torchtitan deletes none at the last step. A directory that a killed run has left as
 #   ``.incomplete`` stays until that step is saved again.
-# * What is no tensor and differs between ranks fails the first save, or the call behind a later one:
-#   all ranks would get the state of one. A name of its own for each rank's is right.
+# * A value that is no tensor and differs between ranks makes the first save raise, or the call after a
+#   later one: all ranks would get the state of one. Give each rank's a name of its own.
 # * torchtitan collects garbage at each save, which takes tens of milliseconds with many objects.
 #   This recipe does not change that.
 # * ``folder`` must be on a file system. A remote URI is refused, and so is

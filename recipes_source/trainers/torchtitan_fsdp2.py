@@ -8,6 +8,13 @@ With one call around your model's ``ModelSpec``, torchtitan's FSDP2 gathers weig
 gradients without the copies around them. :doc:`/recipes/sharding/peer_copies` shows what you
 gain, and when.
 
+.. result-gain:: fsdp_overlap
+   :rows: fsdp2_in_place fsdp2
+   :field: efficiency
+   :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
+
+   Measured without torchtitan. 100 % is a run that sends nothing.
+
 **When not to bother:** your ranks are on several hosts. torchtitan then trains as before, after a
 warning that says so.
 

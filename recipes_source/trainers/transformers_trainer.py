@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, trainers/transformers_trainer.py
 """
-Save beside training in transformers' Trainer
+Save during training in transformers' Trainer
 =============================================
+
+**Needs FSDP2, also on one GPU**: set the two ``fsdp`` arguments below, and start with
+``torchrun --nproc-per-node=1``. It refuses DDP and a plain ``Trainer``: turn DDP into FSDP2 by the same
+arguments, or keep ``Trainer`` and save in its own loop.
 
 Keep ``Trainer``, and let it train while it saves. With FSDP2, ``Trainer`` saves through
 accelerate, which writes model and optimizer one after the other while training stops. This
-subclass hands both to ``Saves``, which copies them beside the next step and writes them
+subclass hands both to ``Saves``, which copies them during the next step and writes them
 on a thread.
 
 .. result-gain:: checkpoint_stall
@@ -56,7 +60,7 @@ of its folder ``overlap_recipes``.
 # What each method is for
 # -----------------------
 #
-# .. lanes:: Schematic. The copy runs beside the next step, the write beside the steps after it.
+# .. lanes:: Schematic. The copy runs during the next step, the write during the steps after it.
 #
 #    training:  0-6 step 1; 6-7 save; 7-15 step 2; 15-23 step 3; 23-31 step 4
 #    copy:      7-13 to host memory ~
@@ -67,12 +71,12 @@ of its folder ``overlap_recipes``.
 #    new model, so the buffers are asked for when a save plans. The ``with`` block waits for the
 #    last upload. After an exception it does not wait for other ranks.
 # ``prepare_saves``
-#    Locks memory and plans beside the first steps, so that the first save need not. The optimizer
+#    Locks memory and plans during the first steps, so that the first save need not. The optimizer
 #    is made later than the saves, so all is asked for by functions.
 # ``_save_checkpoint``
 #    ``Trainer``'s own method writes the schedule, the random numbers and ``trainer_state.json``: a
 #    few kilobytes. ``_get_output_dir`` makes it write them to a temporary folder of this rank.
-#    Model and optimizer follow as live tensors, which are copied beside the next step. Of a model
+#    Model and optimizer follow as live tensors, which are copied during the next step. Of a model
 #    with LoRA only the adapters are saved, under the names that accelerate asks for.
 # ``_save_optimizer_and_scheduler``
 #    Writes the schedule alone. ``Trainer``'s version also saves model and optimizer, synchronously.
@@ -206,7 +210,7 @@ def prove_without_trainer(trainer: Trainer, directory: Path) -> None:
     trainer.accelerator.load_state(str(directory))
     for weight, bits in zip(weights, expected, strict=True):
         assert torch.equal(weight.to_local(), bits), "accelerate loads other weights"
-    print("accelerator.load_state gives back the weights that save_state wrote beside training")
+    print("accelerator.load_state gives back the weights that save_state wrote during training")
 
 
 def killed_run(folder: Path) -> None:

@@ -5,7 +5,7 @@ Asynchronous Saving with Distributed Checkpoint (DCP)
 Checkpointing is often a bottleneck in the critical path of distributed training. With
 ``torch.distributed.checkpoint.async_save``, training stops only while the state is copied to host
 memory. A thread writes that copy while the next steps run. With ``DefaultStager``, the copy runs
-beside training, too.
+during training, too.
 
 .. grid:: 2
 
@@ -14,7 +14,7 @@ beside training, too.
 
        * How to save asynchronously without losing the last checkpoint
        * Why a save needs a process group of its own
-       * How to stage beside training, and which two orderings that needs
+       * How to stage during training, and which two orderings that needs
        * How to check that a checkpoint holds the bits of its step
 
     .. grid-item-card:: :octicon:`list-unordered;1em;` Prerequisites
@@ -134,7 +134,7 @@ def save_and_train(app, root, device):
 
 
 ######################################################################
-# Staging beside training
+# Staging during training
 # -----------------------
 #
 # ``DefaultStager`` copies on a thread and a stream of its own. ``async_save`` then returns two
