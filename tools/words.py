@@ -2,7 +2,7 @@
 
     python tools/words.py            # exit status 1 where a word is used too often, and where it is
 
-*After*, *during*, *next to* and *again* say what "behind", "beside" and "anew" say, to more readers.
+*After*, *during*, *next to* and *again* say to more readers what "behind", "beside" and "anew" say.
 "Behind" and "beside" may stand where a place is meant, seldom.
 """
 
