@@ -13,6 +13,8 @@ from .layer_as_node import is_streamed
 
 # Private by name: ``_parameters`` of modules.
 
+_LAYER_DROP = "layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop"
+
 
 def refuse_unfit(model: nn.Module, layers: list) -> None:
     """Raise where a model, or what is given as its layers, cannot be streamed.
@@ -110,3 +112,20 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                 f"{one} and {other} are two parameters in the same memory, and would be apart: "
                 "make them one parameter, or give one a clone"
             )
+
+
+def refuse_layer_drop(model: torch.nn.Module) -> None:
+    """Raise if layers are left out by chance: ranks would average different ones.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for name in _LAYER_DROP:
+                share = getattr(holder, name, 0.0)
+                if isinstance(share, float) and share > 0:
+                    raise ValueError(
+                        f"{type(module).__name__} leaves layers out by chance ({name} is {share}), "
+                        f"other ones on each rank: set it to 0.0 before the first step"
+                    )

@@ -18,10 +18,9 @@ from . import adam_in_pieces as pieces
 from . import host_adam as adam
 from .follower import Follower
 from .host_layers import Sample
-from .streamable import is_plain
+from .streamable import is_plain, refuse_layer_drop
 
 _SAMPLE = 256  # elements of each parameter that are compared between ranks
-_LAYER_DROP = "layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop"
 PATIENCE = timedelta(days=1)  # the job's own group ends a rank that hangs
 _DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
@@ -65,7 +64,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         if in_backward and max_norm is not None:
             raise ValueError("in backward the norm of all gradients is not known: drop max_norm")
         if dist.is_initialized() and dist.get_world_size() > 1:
-            _refuse_layer_drop(streamed.model)
+            refuse_layer_drop(streamed.model)
         super().__init__(params, _DEFAULTS | more)
         pieces.refuse_other_adams(self.param_groups, more.keys() - _DEFAULTS.keys())
         pieces.refuse_bad_numbers(self.param_groups)
@@ -504,20 +503,3 @@ def _refuse_other_classes(parameters: Iterable[torch.nn.Parameter]) -> None:
         if parameter.requires_grad and not is_plain(parameter):
             kind = type(parameter.data).__name__
             raise TypeError(f"a parameter is {kind}: this AdamW updates plain, dense weights")
-
-
-def _refuse_layer_drop(model: torch.nn.Module) -> None:
-    """Raise if layers are left out by chance: ranks would average different ones.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    for module in model.modules():
-        for holder in (module, getattr(module, "config", None)):
-            for name in _LAYER_DROP:
-                share = getattr(holder, name, 0.0)
-                if isinstance(share, float) and share > 0:
-                    raise ValueError(
-                        f"{type(module).__name__} leaves layers out by chance ({name} is {share}), "
-                        f"other ones on each rank: set it to 0.0 before the first step"
-                    )

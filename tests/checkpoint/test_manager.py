@@ -279,9 +279,9 @@ def test_a_file_system_without_locks_is_not_told_as_another_job(
 
 def test_a_call_outside_the_block_is_refused(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path, Job().state, grace_s=None)
-    with pytest.raises(RuntimeError, match="in one `with"):
+    with pytest.raises(RuntimeError, match="inside its `with"):
         checkpoints.save(1)
-    with pytest.raises(RuntimeError, match="in one `with"):
+    with pytest.raises(RuntimeError, match="inside its `with"):
         checkpoints.resume()
 
 
