@@ -2,7 +2,7 @@
 # Overlap Recipes 0.3.0, overlap_recipes/offload/streamable.py
 """What can be streamed: asked before anything of a model is changed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import torch
@@ -129,3 +129,15 @@ def refuse_layer_drop(model: torch.nn.Module) -> None:
                         f"{type(module).__name__} leaves layers out by chance ({name} is {share}), "
                         f"other ones on each rank: set it to 0.0 before the first step"
                     )
+
+
+def refuse_unlike_plain(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Raise where a parameter is no dense tensor of torch itself.
+
+    Raises:
+        TypeError: names its class.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and not is_plain(parameter):
+            kind = type(parameter.data).__name__
+            raise TypeError(f"a parameter is {kind}: this AdamW updates plain, dense weights")

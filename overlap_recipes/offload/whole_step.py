@@ -4,7 +4,7 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from datetime import timedelta
@@ -18,7 +18,7 @@ from . import adam_in_pieces as pieces
 from . import host_adam as adam
 from .follower import Follower
 from .host_layers import Sample
-from .streamable import is_plain, refuse_layer_drop
+from .streamable import refuse_layer_drop, refuse_unlike_plain
 
 _SAMPLE = 256  # elements of each parameter that are compared between ranks
 PATIENCE = timedelta(days=1)  # the job's own group ends a rank that hangs
@@ -76,7 +76,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             pieces.refuse_wide(group["params"])
             for parameter in group["params"]:
                 self.group_of[parameter] = number
-        _refuse_other_classes(self.group_of)
+        refuse_unlike_plain(self.group_of)
         if hasattr(streamed, "updates"):  # a model that its host's ranks share
             self.host = streamed.updates(self.group_of, threads)
         else:
@@ -491,15 +491,3 @@ class HostAdamW(torch.optim.Optimizer, Follower):
 def _copy_of_settings(group: dict) -> dict:
     """What a group of parameters has besides them; a later change of it does not reach the copy."""
     return {name: deepcopy(value) for name, value in group.items() if name != "params"}
-
-
-def _refuse_other_classes(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Raise where a parameter is no dense tensor of torch itself.
-
-    Raises:
-        TypeError: names its class.
-    """
-    for parameter in parameters:
-        if parameter.requires_grad and not is_plain(parameter):
-            kind = type(parameter.data).__name__
-            raise TypeError(f"a parameter is {kind}: this AdamW updates plain, dense weights")
