@@ -9,7 +9,7 @@
 # MEASURED_COMMIT=$(git rev-parse --short=10 HEAD) of the checkout that it was made from.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?name a part: verify saves threads first_saves loads first_step offload sharding activations}
+part=${1:?name a part: verify saves threads first_saves loads offload sharding activations}
 seconds=${2:-540}
 out=${OUT:-benchmarks}
 end=$(($(date +%s) + seconds))
@@ -63,13 +63,6 @@ loads)
     on_each_gpu restart --replicated --keep --until "$(seconds_left)"
     on_ranks 1 restart --keep --until "$(seconds_left)"
     on_each_gpu restart --until "$(seconds_left)" # what one rank has saved
-    ;;
-first_step)
-    on_each_gpu first_step --way write # what the others load
-    for way in in_turn beside folder from_pretrained in_turn beside; do
-        on_each_gpu first_step --way "$way"
-    done
-    on_each_gpu first_step --way remove
     ;;
 offload)
     on_ranks 1 offload_step --until "$(seconds_left)"
