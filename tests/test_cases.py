@@ -18,6 +18,7 @@ DEADLINE_S = 60.0
 EXPORT = "checkpoint/export_for_transformers.py"
 ONE_RANK = "sharding/gradient_on_one_rank.py"
 LOST = "checkpoint/lost_saves.py"
+RANKS = "checkpoint/ranks_differ.py"
 PENALTY = "sharding/penalty.py"
 
 
@@ -120,6 +121,10 @@ RIGHT = [
     ("names_of_exported_experts", EXPORT, 1, ("names", "mixtral")),
     ("terminated_grader", "checkpoint/terminated_grader.py", 1, ()),
     ("asked_to_leave", "checkpoint/asked_to_leave.py", 2, ()),
+    ("ranks_that_differ", RANKS, 2, ("refused",)),
+    ("ranks_alike", RANKS, 2, ("taken",)),
+    ("ranks_that_drift", RANKS, 2, ("later",)),
+    ("tuple_moments", "checkpoint/own_moments.py", 2, ("tuple",)),
     ("saved_in_a_handler", LOST, 2, ("handler",)),
     ("saved_before_an_error", LOST, 2, ("error",)),
     ("saved_before_an_interrupt", LOST, 2, ("interrupted",)),

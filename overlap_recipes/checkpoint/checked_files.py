@@ -26,6 +26,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 BLOCK = 1 << 20  # bytes of a file that have one digest
 MANIFEST = "manifest.{}.json"  # of each rank, in each checkpoint: its files, sizes, digests
+_NO_MANIFEST = (
+    "no manifest, so no CheckpointManager has written it; what dcp.save has written is loaded by "
+    "load({'app': state}, directory), with another root for the manager"
+)
 _IS_MANIFEST = re.compile(r"manifest\.\d+\.json")
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
 _Open = Callable[[str], BinaryIO]  # a file of a checkpoint, by its name
@@ -115,6 +119,8 @@ def faults(sizes: dict[str, int], open_file: _Open, every_byte: bool = False) ->
         ranks = {part["ranks"] for part in manifests}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"a manifest cannot be read: {error!r}"]
+    if not manifests:
+        return [_NO_MANIFEST]
     if ranks != {len(manifests)}:
         return [f"{len(manifests)} manifests, of a job of {ranks or 'no'} ranks"]
     found = []

@@ -49,8 +49,12 @@ def entries_below(metadata: Metadata, key: str) -> list[Entry]:
     return found
 
 
-def lists_of(key: str, entries: list[Entry]) -> dict[str, object]:
+def lists_of(key: str, entries: list[Entry], metadata: Metadata) -> dict[str, object]:
     """What has to be read first: the list of contents, and the names in each group.
+
+    Args:
+        entries: below ``key``.
+        metadata: of the whole checkpoint.
 
     Raises:
         ValueError: the checkpoint is none of a ``TrainingState``.
@@ -62,6 +66,10 @@ def lists_of(key: str, entries: list[Entry]) -> dict[str, object]:
         if is_list or (is_group and entry.path[-1] == "params"):
             found[entry.name] = None
     if f"{key}.has_state" not in found:
+        paths = metadata.planner_data.values()
+        others = sorted(str(path[0]) for path in paths if path[1:] == ("has_state",))
+        if others:
+            raise ValueError(f"the checkpoint has its state under {', '.join(others)}, not {key}")
         raise ValueError(NOT_LOADED)
     return found
 
@@ -70,6 +78,8 @@ class Skip:
     """Names of what stays as it is here."""
 
     def __init__(self, names: Iterable[str]) -> None:
+        if isinstance(names, str):
+            raise TypeError(f"skip is a name, and would be taken for its letters: skip=[{names!r}]")
         self._names = set(names)
 
     def covers(self, name: str) -> bool:
@@ -136,8 +146,9 @@ class Fit:
         self._packed = lists.get(f"{key}.{RECIPES}")
         self._flattened = unpack_flattened(self._packed)
         self._own: States = job.trained.current()
-        self._shared = {name: item.state_dict() for name, item in job.shared.items()}
         own_flattened: dict[Path, Flattened] = {}
+        shared = {name: item.state_dict() for name, item in job.shared.items()}
+        self._shared = in_parts(shared, (), own_flattened)
         self._model = in_parts({**self._own.model}, ("model",), own_flattened)
         self._optim = in_parts(self._own.optim, ("optim",), own_flattened)
         self._parameters = job.trained.parameters_of_optimizers()
@@ -242,7 +253,7 @@ class Fit:
 
     def _wrong_shards(self, entry: Entry, parameter: nn.Parameter) -> str | None:
         part_of = self._part_of(entry)
-        if part_of is None or tuple(shard_of(parameter).shape) == part_of.shape:
+        if part_of is None or part_of.is_tuple or tuple(shard_of(parameter).shape) == part_of.shape:
             return None
         name = ".".join(map(str, entry.path))
         return f"  {name}: shards of {part_of.shape} at the save: use as many ranks"

@@ -65,7 +65,7 @@ def load(
     for key, state in states.items():
         if isinstance(state, TrainingState):
             entries[key] = entries_below(metadata, key)
-            lists.update(lists_of(key, entries[key]))
+            lists.update(lists_of(key, entries[key], metadata))
     if lists:
         dcp.load(lists, storage_reader=reader, process_group=process_group)
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .preparation import Preparation
 from .staging import Staging
-from .state import PASS_PER_RANK, read, refuse_differing, shared_digests
+from .state import PASS_PER_RANK, parts_of_contents, read, refuse_differing, shared_digests
 from .stores.directory import Folder
 from .talk import Talk
 from .writer import FILES, FileWriter
@@ -173,7 +173,9 @@ class Saves:
 
     def raise_refusals(self, job: Job) -> None:
         """Raise on all ranks, at the first save, what no later save can mend."""
-        refuse_differing(self.calling.together(self.digests_of, job), self.advice)
+        look = partial(self.digests_of, job)
+        look_closer = partial(parts_of_contents, job.state)
+        refuse_differing(self.calling.together, look, look_closer, self.advice)
 
     def digests_of(self, job: Job) -> dict[str, str]:
         if job.state is None:
@@ -228,6 +230,7 @@ class Saves:
 
     def make_buffer(self, tensors: list[torch.Tensor]) -> None:
         self.writer.forget()  # the memory of the buffer before
+        self.writing.replicas = None
         self.staging.make_buffer(tensors)
 
     @torch.compiler.disable  # a compiled optimizer step would keep one save's event

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ranks import keep_quiet_alone
 from .copies import form
-from .state import SMALL, is_staged, shard_of
+from .state import SMALL, is_staged, names_of_buffers, shard_of
 from .talk import Talk
 from .writing import Target
 
@@ -90,15 +90,16 @@ class _Planner(dcp.DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return super().create_global_plan(_small_ones_of_first(plans))
+        buffers = names_of_buffers(self.state_dict)
+        return super().create_global_plan(_those_of_first(plans, buffers))
 
     def shard(self, item: WriteItem) -> torch.Tensor:
         """What this rank writes for ``item``, a staged tensor."""
         return shard_of(self.state_dict[item.index.fqn]).detach()
 
 
-def _small_ones_of_first(plans: list[SavePlan]) -> list[SavePlan]:
-    """``plans`` in which the first of the ranks that have a small tensor alone writes it.
+def _those_of_first(plans: list[SavePlan], buffers: set[str]) -> list[SavePlan]:
+    """``plans`` in which the first of the ranks that have a buffer or a small tensor writes it.
 
     DCP takes any of them, though they may differ: BatchNorm counts on each rank for itself.
     """
@@ -107,7 +108,8 @@ def _small_ones_of_first(plans: list[SavePlan]) -> list[SavePlan]:
     for plan in plans:
         items = []
         for item in plan.items:
-            if _is_small_replica(item):
+            is_buffer = item.type == WriteItemType.TENSOR and item.index.fqn in buffers
+            if is_buffer or _is_small_replica(item):
                 if item.index in seen:
                     continue
                 seen.add(item.index)

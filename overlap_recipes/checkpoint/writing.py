@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol
@@ -18,9 +19,10 @@ import torch
 from .state import (
     REPLICAS_DIFFER,
     DifferingRanks,
+    Replicas,
     differing_names,
-    digests_of_replicas,
     is_staged,
+    parts_of_contents,
     refuse_differing,
     walk,
 )
@@ -145,6 +147,7 @@ class Writing:
     Attributes:
         threads: that write at a time.
         failures: of saves, in order.
+        replicas: what several ranks have of the latest layout; None if there is one rank.
         is_abandoned: training has ended by an exception: no more saves come.
     """
 
@@ -163,6 +166,7 @@ class Writing:
         self.advice = advice
         self.threads = _FEWEST_THREADS
         self.failures: list[BaseException] = []
+        self.replicas: Replicas | None = None
         self.is_abandoned = False
         self.tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.thread: Thread | None = None
@@ -235,18 +239,35 @@ class Writing:
 
     def compare(self, job: Job) -> None:
         """Raise on all ranks if they differ in what they share."""
-        of_ranks = self.talk.together(self.shared, job.state)
+        look = partial(self.look, job)
+        look_closer = partial(self.look_closer, job)
         try:
-            refuse_differing(of_ranks, self.advice)
+            refuse_differing(self.talk.together, look, look_closer, self.advice)
         except DifferingRanks as error:
             job.compared.set_exception(error)
             raise
         job.compared.set_result(None)
-        if job.number == 1:
-            replicas = self.talk.together(digests_of_replicas, job.state)
-            differing = differing_names(replicas)
+        if job.number == 1 and self.replicas is not None:
+            of_ranks = self.talk.together(self.replicas.parts, job.number, False)
+            differing = dict.fromkeys(name for _, name, _ in differing_names(of_ranks))
             if differing and self.talk.rank == 0:
                 LOG.warning(REPLICAS_DIFFER, ", ".join(differing))
+
+    def look(self, job: Job) -> dict[str, str]:
+        """Digests of what must be equal on all ranks."""
+        found = self.shared(job.state)
+        if self.talk.ranks == 1:
+            return found
+        if self.replicas is None or self.replicas.hosts is not job.hosts:
+            self.replicas = Replicas(job.state, job.hosts)
+        return found | self.replicas.digest(job.number)
+
+    def look_closer(self, job: Job, names: list[str]) -> dict:
+        """Digests of the parts of ``names``, which differ."""
+        found = parts_of_contents(job.state, names)
+        if self.replicas is not None:
+            found |= self.replicas.parts_among(job.number, names)
+        return found
 
     def write_files(self, job: Job, place: str) -> dict[str, int]:
         """Write this rank's files; return their names and sizes."""

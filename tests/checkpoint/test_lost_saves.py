@@ -1,4 +1,4 @@
-"""No save is lost to a second manager, a warning, or a late rank."""
+"""No save is lost to a second manager, a warning, a late rank, or names that read alike."""
 
 import signal
 import subprocess
@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from selection import with_library
 from torch import nn
 
-from overlap_recipes.checkpoint import CheckpointManager, TrainingState
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState, load
 from overlap_recipes.checkpoint.preemption import Preemption
 from overlap_recipes.checkpoint.stores.store import steps_of
 from overlap_recipes.checkpoint.talk import Talk
@@ -148,6 +149,100 @@ def test_a_job_for_which_each_warning_is_an_error_saves_and_resumes(
         command, env=with_library(), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"a.b": 1, "a": {"b": 2}},
+        {"a": {"b.c": 1, "b": {"c": torch.ones(2)}}},
+        {1: 1, "1": 2},
+        {"a.0": 1, "a": [torch.ones(2)]},
+        {"a.0.b": 1, "a": [{"b": 2}]},
+    ],
+    ids=["a.b", "inner", "number", "list of tensors", "list of dicts"],
+)
+def test_names_that_a_checkpoint_could_not_tell_apart_are_refused_at_the_first_save(
+    tmp_path: Path, values: dict
+) -> None:
+    state = job(progress=values)
+    with (
+        pytest.raises(RuntimeError, match=r"one name"),
+        CheckpointManager(tmp_path, state, grace_s=None) as own,
+    ):
+        own.save(1)
+    assert not steps_of(path.name for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("values", [{"a.b": 1, "a": [1, 2]}, {"a.0": 1, "a": [1, 2]}, {"a.b": 1}])
+def test_names_that_have_dots_and_are_not_alike_come_back(tmp_path: Path, values: dict) -> None:
+    for done in (0, 1):
+        progress = dict(values) if not done else {}
+        with CheckpointManager(tmp_path, job(progress=progress), grace_s=None) as own:
+            assert own.resume() == done
+            if not done:
+                own.save(1)
+    assert progress == values
+
+
+# -- what a message says -----------------------------------------------------------------------
+
+
+def leave(root: Path) -> CheckpointManager:
+    with CheckpointManager(root, job(), grace_s=None) as own:
+        own.save(1)
+    return own
+
+
+def resume_behind_the_block(root: Path) -> None:
+    leave(root).resume()
+
+
+def under_another_key(root: Path) -> None:
+    leave(root)
+    load({"trainer": job()}, root / "step1")
+
+
+def saved_by_hand(root: Path) -> None:
+    dcp.save({"app": job()}, checkpoint_id=root / "step3")
+    with CheckpointManager(root, job(), grace_s=None) as own:
+        own.resume()
+
+
+def skip_a_word(root: Path) -> None:
+    leave(root)
+    with CheckpointManager(root, job(), grace_s=None) as own:
+        own.resume(skip="data")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        (resume_behind_the_block, RuntimeError, r"inside its `with` block"),
+        (under_another_key, ValueError, r"has its state under app, not trainer"),
+        (saved_by_hand, RuntimeError, r"step3: no manifest, so no CheckpointManager .* load\("),
+        (skip_a_word, TypeError, r"skip=\['data'\]"),
+    ],
+)
+def test_a_message_names_the_cause(tmp_path: Path, what, kind: type, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        what(tmp_path)
+
+
+def test_what_dcp_has_saved_is_set_aside_by_no_one_who_loads_it(tmp_path: Path) -> None:
+    """As the message of ``saved_by_hand`` says."""
+    first = job()
+    step(first)
+    first.step = 3
+    with pytest.warns(UserWarning, match="disabled"):
+        dcp.save({"app": first}, checkpoint_id=tmp_path / "hand" / "step3")
+    state = job()
+    load({"app": state}, tmp_path / "hand" / "step3")
+    assert state.step == 3
+    with CheckpointManager(tmp_path / "new", state, grace_s=None) as own:
+        own.save(state.step + 1)
+    assert torch.equal(state.model.weight, first.model.weight)
 
 
 def test_a_manager_on_another_thread_is_refused_while_one_is_open(tmp_path: Path) -> None:

@@ -213,9 +213,11 @@ def later_difference(root: Path, device: torch.device) -> None:
 
 
 def batch_norm(root: Path, device: torch.device) -> None:
-    """Buffers that each rank changes for itself come from rank 0, all of them, and are named."""
+    """Buffers that each rank changes for itself come from rank 0, large ones too, and are named."""
     job = Job(sharded)
     norms = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)]
+    for norm in norms:
+        norm.register_buffer("queue", torch.full((600, 600), dist.get_rank()))
     job.model = sharded(nn.Sequential(*norms))
     job.optimizer = torch.optim.SGD(job.model.parameters(), lr=1e-2)
     progress = {"batch": torch.full((2,), dist.get_rank())}
@@ -228,7 +230,8 @@ def batch_norm(root: Path, device: torch.device) -> None:
         checkpoints.save(2)
     told = [line for line in said if "ranks differ in app.model.0.1.running_mean" in line]
     assert len(told) == (dist.get_rank() == 0), said
-    assert all("app.progress.batch" in line for line in told), said
+    for name in ("app.model.3.queue", "app.progress.batch"):
+        assert all(name in line for line in told), said
     for buffer in job.model.buffers():
         buffer.zero_()
     with CheckpointManager(root, job.state) as checkpoints:

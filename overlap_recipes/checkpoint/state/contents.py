@@ -3,13 +3,15 @@
 """What a checkpoint says of itself: what a load compares, and what DCP's names do not tell."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
 
 import torch
 
-from .trees import is_made_of_tensors, is_sparse, shard_of
+from .trees import by_number, holds_tensors, is_made_of_tensors, is_sparse, shard_of
 
+_INNER = (dict, list, torch.Tensor)  # what DCP gives a name of its own in a list
 _FORMAT = 3  # of 0.3.0; 2 lacks ``frozen``, ``ties`` and ``kinds``, and digests are of another sum
 
 
@@ -24,6 +26,7 @@ class Contents:
         left_out: the same of parameters that it leaves out.
         digests: of those that it leaves out, by name.
         frozen: the parameters that required no gradient.
+        buffers: what of the model is no parameter: it may differ between ranks.
         ties: the name of the parameter that it is, of each that has several names.
         kinds: what steps each group of the optimizers, under ``optim``; of what has a name, which
             of torch's schedulers it is, and how many are in a list.
@@ -38,6 +41,7 @@ class Contents:
     left_out: dict[str, str] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     frozen: list[str] | None = None
+    buffers: list[str] = field(default_factory=list)
     ties: dict[str, str] | None = None
     kinds: dict[str, object] = field(default_factory=dict)
     int_keys: list[list] = field(default_factory=list)
@@ -46,6 +50,17 @@ class Contents:
 
     def as_text(self) -> str:
         return json.dumps(vars(self), sort_keys=True)
+
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """What it says of each name, for a message of what ranks have otherwise."""
+        for name, what in (self.model | self.left_out).items():
+            yield f"model.{name}", what
+        for name, moments in self.optim.items():
+            yield f"optim.state.{name}", str(moments)
+        for name, kind in self.kinds.items():
+            yield name, str(kind)
+        for name in ("frozen", "ties", "digests", "int_keys", "empty"):
+            yield f"has_state.{name}", json.dumps(getattr(self, name), sort_keys=True)
 
     @classmethod
     def of_text(cls, text: str) -> "Contents":
@@ -72,9 +87,11 @@ class Survey:
         """Add those of ``tree``, which stands at ``path``."""
         if isinstance(tree, list):
             for number, value in enumerate(tree):
-                if isinstance(value, (dict, list)):
+                if isinstance(value, (dict, list, tuple)):
                     self.look(value, [*path, number])
             return
+        if holds_tensors(tree):
+            tree = by_number(tree)
         if not isinstance(tree, dict):
             return
         if not tree:
@@ -88,8 +105,30 @@ class Survey:
                     f"a checkpoint keeps names and whole numbers as keys of a dict, not {key!r} "
                     f"(in {place})"
                 )
-            if isinstance(value, (dict, list)):
+            if isinstance(value, (dict, list, tuple)):
                 self.look(value, [*path, str(key)])
+
+
+def refuse_one_name(tree: dict, name: str) -> None:
+    """Raise ``ValueError`` if two values below ``name`` would have one name in a checkpoint."""
+    found: set[str] = set()
+    _add_names(tree, name, found)
+
+
+def _add_names(tree: object, name: str, found: set[str]) -> None:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            _add_names(value, f"{name}.{key}", found)
+    elif isinstance(tree, list) and any(isinstance(each, _INNER) for each in tree):
+        for number, value in enumerate(tree):
+            _add_names(value, f"{name}.{number}", found)
+    elif name in found:
+        raise ValueError(
+            f"{name}: two values would have this one name in the checkpoint, since one key has a "
+            f"dot, or one is a number: give it another key"
+        )
+    else:
+        found.add(name)
 
 
 def described(leaf: object) -> str:

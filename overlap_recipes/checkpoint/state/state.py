@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ...ranks import own_rank, world_size
 from .alike import PER_RANK, RECIPES
-from .contents import Contents, Survey, described, differences
+from .contents import Contents, Survey, described, differences, refuse_one_name
 from .differing import differing_frozen, nothing, otherwise_here, warn_of_frozen
 from .frozen import LeftOut
 from .items import as_stateful, kind_of, refuse_taken
@@ -75,8 +75,9 @@ class TrainingState(Stateful):
             save fails if what is left out has changed since; writes that PyTorch does not count,
             through ``.data`` or in ``torch._foreach_*`` over DTensors, are not seen.
         shared: what is equal on all ranks, by name: ``scheduler=scheduler``, or a list of them. A
-            save fails if it is not; of tensors, the first save names in a warning those that are
-            not, up to 1 MiB each, and rank 0's are saved.
+            save fails if it is not, as it does where parameters or the optimizers' states differ:
+            of tensors, each save compares some bytes. Buffers, and tensors here of up to 1 MiB, are
+            those of rank 0: the first save names in a warning what differs.
 
     Objects in ``per_rank`` and ``shared`` have ``state_dict`` and ``load_state_dict``, or are
     generators of torch, Python or NumPy, or are dicts of values, which a load changes in place:
@@ -134,6 +135,7 @@ class TrainingState(Stateful):
         state = {"model": model, "optim": states.optim}
         for name, item in self.shared.items():
             state[name] = item.state_dict()
+            refuse_one_name(state[name], name)
         state[PER_RANK] = {str(own_rank()): self._of_this_rank()}
         for name in self.COUNTERS:
             state[name] = getattr(self, name)
@@ -172,6 +174,7 @@ class TrainingState(Stateful):
             model=model,
             digests={} if self.left_out is None else self.left_out.digests,
             frozen=states.frozen,
+            buffers=states.buffers,
             ties=states.ties,
             kinds=self.kinds(),
             int_keys=sorted(survey.int_keys, key=repr),

@@ -35,6 +35,7 @@ class States:
         real: of each parameter of an optimizer the names of its state, but not of state that was
             made up for an optimizer that has never stepped.
         frozen: the parameters that require no gradient.
+        buffers: the tensors of the model that are no parameters.
         ties: the name of the parameter that it is, of each that has several names.
     """
 
@@ -42,6 +43,7 @@ class States:
     optim: dict
     real: dict[str, list[str]]
     frozen: list[str] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
     ties: dict[str, str] = field(default_factory=dict)
 
 
@@ -207,6 +209,7 @@ class Trained:
         own = self.model.state_dict(keep_vars=keep_vars)
         model = like({}, own)
         frozen: list[str] = []
+        buffers: list[str] = []
         ties: dict[str, str] = {}
         names: dict[int, str] = {}  # by id; of a tied parameter the first
         for key, value in own.items():
@@ -218,6 +221,8 @@ class Trained:
             if keep_vars and not getattr(value, "requires_grad", True):
                 if isinstance(value, nn.Parameter):  # which takes long to find out
                     frozen.append(name)
+                else:
+                    buffers.append(name)
         of_optimizers = [parameters_of(optimizer) for optimizer in self.optimizers]
         if not all(id(p) in names for each in of_optimizers for p in each):
             names = self._names()
@@ -232,7 +237,7 @@ class Trained:
                 group_names = [numbered[number] for number in group["params"]]
                 param_groups.append(group | {"params": group_names})
         optim = {"state": state, "param_groups": param_groups}
-        states = States(model, optim, {}, frozen, ties)
+        states = States(model, optim, {}, frozen, buffers, ties)
         if not keep_vars:  # which gives other tensors for parameters
             self._note_parameters(states)
         return states
@@ -242,7 +247,10 @@ class Trained:
         states.frozen = []
         states.ties = {}
         names: dict[int, str] = {}
-        for name, parameter in self.parameters_of_model().items():
+        parameters = self.parameters_of_model()
+        others = states.model.keys() - parameters.keys()
+        states.buffers = sorted(name for name in others if torch.is_tensor(states.model[name]))
+        for name, parameter in parameters.items():
             if name not in states.model:
                 continue
             if not parameter.requires_grad:

@@ -3,8 +3,9 @@
 """What a state is made of: nested dicts and lists with tensors as leaves.
 
 Tensors that are made of others, as float8 weights and sparse matrices are, are taken apart and
-joined: a checkpoint has the plain tensors inside, by names below that of the whole, and how to join
-them. Private by name: ``_indices`` and ``_values``, which give a sparse tensor's own memory.
+joined, and so are tuples of tensors, which DCP would save as one rank has them: a checkpoint has
+the plain tensors inside, by names below that of the whole, and how to join them. Private by name:
+``_indices`` and ``_values``, which give a sparse tensor's own memory.
 """
 
 import importlib
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 _TENSORS = (torch.Tensor, nn.Parameter)
 _VALUES = {int, float, bool, str, bytes, type(None)}
+_TUPLE = "tuple"
 _ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 Path = tuple[str | int, ...]  # from the state on
@@ -71,7 +73,7 @@ def unpacked(data: bytes) -> object:
 
 @dataclass(frozen=True)
 class Flattened:
-    """How a tensor that is made of others is joined again."""
+    """How a tensor that is made of others is joined again, or a tuple."""
 
     module: str
     name: str  # of its class
@@ -84,6 +86,11 @@ class Flattened:
     def is_sparse(self) -> bool:
         """Whether its parts are as large as its content has it."""
         return self.module == "torch" and self.name == "sparse"
+
+    @property
+    def is_tuple(self) -> bool:
+        """Whether it stands for a tuple, whose length is ``shape``."""
+        return isinstance(self.context, str) and self.context == _TUPLE
 
 
 def pack_flattened(flattened: dict[Path, Flattened]) -> bytes:
@@ -129,9 +136,28 @@ def has_parts(tree: object) -> bool:
         elif type(value) in _TENSORS:
             if value.layout is not torch.strided:
                 return True
-        elif type(value) not in _VALUES and is_made_of_tensors(value):
-            return True
+        elif type(value) not in _VALUES:
+            if is_made_of_tensors(value) or holds_tensors(value):
+                return True
     return False
+
+
+def holds_tensors(value: object) -> bool:
+    """Whether it is a tuple with a tensor in it."""
+    return isinstance(value, tuple) and any(_is_or_holds_tensor(inner) for inner in value)
+
+
+def _is_or_holds_tensor(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_is_or_holds_tensor(inner) for inner in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_is_or_holds_tensor(inner) for inner in value)
+    return torch.is_tensor(value)
+
+
+def by_number(value: tuple) -> dict[str, object]:
+    """The tuple as a checkpoint has it."""
+    return {str(number): inner for number, inner in enumerate(value)}
 
 
 def in_parts(tree: object, path: Path, flattened: dict[Path, Flattened]) -> object:
@@ -149,6 +175,11 @@ def in_parts(tree: object, path: Path, flattened: dict[Path, Flattened]) -> obje
         values = [in_parts(value, (*path, n), flattened) for n, value in enumerate(tree)]
         has_changed = any(new is not old for new, old in zip(values, tree, strict=True))
         return values if has_changed else tree
+    if holds_tensors(tree):
+        cls = type(tree)
+        length = (len(tree),)
+        flattened[path] = Flattened(cls.__module__, cls.__qualname__, _TUPLE, length, (), False)
+        return in_parts(by_number(tree), path, flattened)
     if not is_made_of_tensors(tree):
         return tree
     local = shard_of(tree)
@@ -260,6 +291,9 @@ def _made_of(parts: dict[str, torch.Tensor], how: Flattened) -> torch.Tensor:
     cls = importlib.import_module(how.module)
     for name in how.name.split("."):
         cls = getattr(cls, name)
+    if how.is_tuple:
+        values = [parts.get(str(number), {}) for number in range(*how.shape)]  # DCP drops {}
+        return cls(*values) if hasattr(cls, "_fields") else cls(values)
     locals_ = {name: shard_of(part) for name, part in parts.items()}
     local = cls.__tensor_unflatten__(locals_, how.context, how.shape, how.stride)
     if not how.is_dtensor:
