@@ -17,7 +17,7 @@ memory is held all the time), or page-locked memory is short: it cannot be swapp
 rate of the link still stops training for too long, :doc:`default_stager` runs it during the next step.
 
 .. result-gain:: checkpoint_stall
-   :rows: pinned async_save overlapped_writer
+   :rows: pinned async_save default_stager_ordered default_stager_2.13 overlapped_writer
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 

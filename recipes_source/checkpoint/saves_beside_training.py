@@ -10,7 +10,7 @@ Checkpoints are durable and verified, the newest ones stay, and a job that was k
 nothing had happened: same losses, same bits.
 
 .. result-gain:: checkpoint_stall
-   :rows: overlapped_writer torch_checkpointing async_save
+   :rows: overlapped_writer torch_checkpointing default_stager_ordered default_stager_2.13 async_save
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
