@@ -274,3 +274,22 @@ class Wrapping(torch.optim.Optimizer):
 def test_an_optimizer_whose_state_is_in_another_is_refused(wrapping, name) -> None:
     with pytest.raises(TypeError, match=f"keeps its state in {name}"):
         Job(wrapping)
+
+
+@pytest.mark.parametrize("renamed", ["base", "buffer"])
+def test_a_partial_load_names_what_the_checkpoint_has_not(tmp_path, renamed) -> None:
+    """A frozen layer, as of LoRA, or a buffer: the job went on with other numbers."""
+
+    def app(base: str = "frozen", buffer: str = "scale") -> TrainingState:
+        layers = {base: nn.Linear(4, 4).requires_grad_(False), "adapter": nn.Linear(4, 4)}
+        model = nn.ModuleDict(layers)
+        model.register_buffer(buffer, torch.zeros(1))
+        return TrainingState(model, torch.optim.AdamW(model["adapter"].parameters()))
+
+    saved = app()
+    saved.model["adapter"](torch.ones(4)).sum().backward()
+    saved.optimizers[0].step()
+    saved.optimizers[0].zero_grad()
+    dcp.save({"app": saved}, checkpoint_id=tmp_path)
+    with pytest.raises(Exception, match="another_name"):
+        dcp.load({"app": app(**{renamed: "another_name"})}, checkpoint_id=tmp_path, **PARTIAL)

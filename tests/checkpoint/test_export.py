@@ -458,3 +458,17 @@ def test_a_conversion_below_another_prefix_says_which_there_are(tmp_path: Path) 
     assert list(read_all(tmp_path / "without_dot")) == ["0.w"]
     with pytest.raises(ValueError, match="no tensor below 'run.mod.'"):
         convert(tmp_path / "saved", tmp_path / "cut", prefix="run.mod")
+
+
+def test_the_config_is_what_save_pretrained_writes_in_another_dtype(
+    tmp_path: Path, one_rank
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=32))
+    folders = tmp_path / "exported", tmp_path / "stock"
+    with Exports("cpu", **for_transformers(model, torch.bfloat16)) as exports:
+        exports.save(weights(model), folders[0])
+    model.to(torch.bfloat16).save_pretrained(folders[1])
+    ours, stock = (json.loads((folder / "config.json").read_text()) for folder in folders)
+    assert ours.items() >= stock.items()

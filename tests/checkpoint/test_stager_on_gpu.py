@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "tests" / "proofs" / "overlapped_stager.py"
+TOYS = str(ROOT / "recipes_source" / "checkpoint")
 QUEUED_S = 1.0  # of work before a save; staging takes milliseconds
 MATRIX = 8192  # rows and columns
 
@@ -32,11 +33,11 @@ MATRIX = 8192  # rows and columns
 @pytest.fixture(scope="module", autouse=True)
 def rank():
     """One rank with NCCL and gloo, and the recipes importable."""
-    sys.path.insert(0, str(RECIPE.parent))
+    sys.path.insert(0, TOYS)
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    sys.path.remove(str(RECIPE.parent))
+    sys.path.remove(TOYS)
 
 
 def load(tmp_path: Path, control: str | None = None):

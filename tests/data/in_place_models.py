@@ -1,6 +1,5 @@
-"""The models of ``in_place_training.py``, sharded in every way, and how one is put in place."""
+"""The models of ``in_place_*.py``, sharded in every way, and how one is put in place."""
 
-import warnings
 from functools import partial
 
 import torch
@@ -137,16 +136,6 @@ def recomputed(policy, **how):
     return model
 
 
-def wrapped(policy):
-    """Checkpoint inside each unit."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    model = Model()
-    for n, block in enumerate(model.blocks):
-        model.blocks[n] = checkpoint_wrapper(block)
-    return shard(policy, model=model)
-
-
 def compiled(policy, whole):
     model = Model()
     if not whole:
@@ -227,14 +216,6 @@ def tied(policy):
     return shard(policy, model=Model(tied=True))
 
 
-def tied_in_a_group(policy):
-    model = Model(tied=True)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard([model.embed, model.output], mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
-
-
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         k: v.to_local().clone() if isinstance(v, DTensor) else v.clone()
@@ -242,31 +223,16 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-class Counted:
-    """A collective of the user's own."""
-
-    calls = 0
-
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False) -> None:
-        type(self).calls += 1
-        if output_tensor.numel() > input_tensor.numel():
-            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
-        else:
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op)
+def evaluate(model, how, turn):
+    """Stock FSDP2 cannot train after an inference_mode before its first step: it shall, here."""
+    with how() if hasattr(model, "copies") else torch.no_grad():
+        return loss_of(model, turn).clone()
 
 
-def in_place(model: nn.Module, collectives: str = "") -> tuple[nn.Module, list[str]]:
-    """``model`` in place, and what was warned of."""
-    for unit in model.blocks if collectives else ():
-        getattr(unit, collectives)(Counted())
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        in_place_gather.gather_in_place(model, slots=SLOTS)
-        in_place_reduce.reduce_in_place(model)
-    return model, [str(w.message) for w in warned]
+def in_place(model: nn.Module) -> nn.Module:
+    in_place_gather.gather_in_place(model, slots=SLOTS)
+    in_place_reduce.reduce_in_place(model)
+    return model
 
 
 def step(model: nn.Module, turn: int = 0) -> None:

@@ -1,7 +1,6 @@
-"""Programs of ``in_place_training.py`` on several streams, for the recorder of stream order."""
+"""Programs on several streams, for the recorder of stream order."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from unittest import mock
 
 import torch
@@ -75,12 +74,11 @@ def others_push(reduce: Callable) -> Callable:
     return reducing
 
 
-def branches(ours: bool) -> None:
+def branches() -> None:
     """Parts of a model compute on streams of their own, in any order of the host."""
     pushes = others_push(in_place_reduce.PushedGradients.reduce)
     for towers in ((0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0)):
-        model = shard(PLAIN, model=Towers(towers), grouped=True)
-        model = in_place(model)[0] if ours else model
+        model = in_place(shard(PLAIN, model=Towers(towers), grouped=True))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with mock.patch.object(in_place_reduce.PushedGradients, "reduce", pushes):
             for turn in range(4):
@@ -91,23 +89,17 @@ def branches(ours: bool) -> None:
         torch.cpu.synchronize()  # before the model goes
 
 
-def evaluation_beside(ours: bool) -> None:
+def evaluation_beside() -> None:
     """Another stream still evaluates while training goes on."""
     model = shard(PLAIN, grouped=True)
     for unit in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
         unit.set_modules_to_backward_prefetch([unit])  # stock's own prefetch fails on a CPU
-    model = in_place(model)[0] if ours else model
-    optimizer, side = torch.optim.SGD(model.parameters(), lr=0.1), torch.cpu.Stream()
+    in_place(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    side = torch.cpu.Stream()
     for turn in range(STEPS):
         step(model, turn)
         optimizer.step()
         side.wait_stream(torch.cpu.current_stream())
         with torch.cpu.stream(side), torch.no_grad():
             loss_of(model, 90 + turn)
-
-
-ON_STREAMS = {  # for the recorder of stream order
-    f"{program.__name__} {'in place' if ours else 'under stock'}": partial(program, ours)
-    for program in (branches, evaluation_beside)
-    for ours in (False, True)
-}

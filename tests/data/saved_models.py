@@ -21,40 +21,29 @@ import schedulefree
 import torch
 import torch.distributed as dist
 import transformers
-from in_place_families import FAMILIES, Family, pictures
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from overlap_recipes.checkpoint import CheckpointManager, TrainingState
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from stock_models import BY_NAME  # noqa: E402
+
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState  # noqa: E402
 
 SAVED, LAST = 2, 5  # steps
 RANKS, OTHERS = 2, (3, 1)
 DEADLINE_S = 300.0  # of a machine that does much else; a rank needs 2
-RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 6}
-MODELS = {
-    "tied": FAMILIES["qwen2_tied"],
-    "gpt2": FAMILIES["gpt2"],
-    "mixtral": FAMILIES["mixtral"],
-    "qwen3_moe": FAMILIES["qwen3_moe"],
-    "t5": FAMILIES["t5"],
-    "bart": FAMILIES["bart"],
-    "vit": FAMILIES["vit"],
-    "resnet": Family("ResNetConfig", "ResNetForImageClassification", RESNET, pictures),
-    "clip": FAMILIES["clip"],
-    "lora": FAMILIES["llama"],
-}
+NAMES = ("gpt2", "mixtral", "qwen3_moe", "t5", "bart", "vit", "resnet", "clip")
+MODELS = {"tied": "qwen2", "lora": "llama"} | {name: name for name in NAMES}
 LORA = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, lora_dropout=0.1)
 
 
 def built(name: str, seed: int) -> nn.Module:
     """A sharded model; the base of LoRA has the same values at any seed."""
-    family = MODELS[name]
-    torch.manual_seed(0 if name == "lora" else seed)
-    config = getattr(transformers, family.config)(**family.options)
-    model = getattr(transformers, family.model)(config).train()
+    model = BY_NAME[MODELS[name]].model(0 if name == "lora" else seed)
     if name == "lora":
         torch.manual_seed(seed)
         model = get_peft_model(model, LORA)
@@ -106,7 +95,7 @@ class Job:
         name, optimizer = case.split("-")
         self.model = built(name, seed)
         self.optimizers = OPTIMIZERS[optimizer](self.model)
-        self.batch = MODELS[name].batch
+        self.batch = BY_NAME[MODELS[name]].inputs
         scheduled = [] if optimizer == "schedule_free" else self.optimizers
         self.schedulers = [torch.optim.lr_scheduler.StepLR(x, 2, gamma=0.5) for x in scheduled]
         self.state = TrainingState(

@@ -31,7 +31,6 @@ from stream_context import FsdpContext, start_rank  # noqa: E402
 
 from overlap_recipes.checkpoint import load as load_state  # noqa: E402
 
-CONTEXTS = (FsdpContext,)
 LAYERS = 4
 WIDTH = 6
 STEPS = 3
@@ -64,12 +63,12 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return (model(samples) - samples.flip(1)).square().mean()
 
 
-def follow(kind: type, disturb: Callable[[nn.Module], None]) -> None:
+def follow(disturb: Callable[[nn.Module], None]) -> None:
     """Train sharded and not; ``disturb`` the sharded model before each update."""
     ranks = range(dist.get_world_size())
     model = layers()
     reference = layers()
-    context = kind(model, list(model))
+    context = FsdpContext(model, list(model))
     optimizer = ADAMW(model.parameters())
     expected = ADAMW(reference.parameters())
     exact = {"rtol": 0, "atol": 0} if len(ranks) <= 2 else {"rtol": 1e-4, "atol": 1e-5}
@@ -119,17 +118,15 @@ def load_in_place(model: nn.Module) -> None:
 
 
 def between_steps() -> None:
-    for kind in CONTEXTS:
-        for disturb in (raise_in_forward, evaluate, skip_backward, load_in_place):
-            follow(kind, disturb)
+    for disturb in (raise_in_forward, evaluate, skip_backward, load_in_place):
+        follow(disturb)
 
 
 def few_rows() -> None:
-    for kind in CONTEXTS:
-        follow(kind, lambda model: None)
+    follow(lambda model: None)
 
 
-# -- what the files are not made for -----------------------------------------------------------
+# -- what the file is not made for --------------------------------------------------------------
 
 
 def assert_refused(call: Callable[[], object], kind: type, why: str) -> None:
@@ -137,28 +134,38 @@ def assert_refused(call: Callable[[], object], kind: type, why: str) -> None:
     assert isinstance(error, kind) and why in str(error), f"{why!r} wanted: {error!r}"
 
 
+def sharded(kind: type[nn.Module] = Layer) -> tuple[nn.Sequential, FsdpContext]:
+    model = layers(kind=kind)
+    return model, FsdpContext(model, list(model))
+
+
+def not_sharded(model: nn.Module, why: str, units: list[nn.Module] | None = None) -> None:
+    assert_refused(lambda: FsdpContext(model, units or list(model)), ValueError, why)
+
+
 def models() -> None:
     """Refused when they are sharded."""
-    for kind in CONTEXTS:
-        shared = layers()
-        shared[2].up.weight = shared[0].up.weight
-        assert_refused(lambda: kind(shared, list(shared)), ValueError, "shared by several")  # noqa: B023
-        frozen = layers()
-        frozen[1].down.bias.requires_grad_(False)
-        assert_refused(lambda: kind(frozen, list(frozen)), ValueError, "1.down.bias has no rows")  # noqa: B023
-        scaled = layers()
-        scaled[1].scale = nn.Parameter(torch.ones(()))
-        assert_refused(lambda: kind(scaled, list(scaled)), ValueError, "1.scale has no rows")  # noqa: B023
+    model = layers()
+    model[2].up.weight = model[0].up.weight
+    not_sharded(model, "shared by several")
+    model = layers()
+    model[1].down.bias.requires_grad_(False)
+    not_sharded(model, "1.down.bias has no rows")
+    model = layers()
+    model[1].scale = nn.Parameter(torch.ones(()))
+    not_sharded(model, "1.scale has no rows")
+    model = layers()
+    not_sharded(model, "0.up.weight is in 2 units", [model[0], model[0].up, *model[1:]])
+    not_sharded(model, "0.up.weight is in 0 units", list(model[1:]))
+    FsdpContext(model, list(model))
+    not_sharded(model, "sharded already")
+    for hook in HOOKS:
         model = layers()
-        nested = [model[0], model[0].up, *model[1:]]
-        assert_refused(lambda: kind(model, nested), ValueError, "0.up.weight is in 2 units")  # noqa: B023
-        assert_refused(lambda: kind(model, model[1:]), ValueError, "0.up.weight is in 0 units")  # noqa: B023
-        kind(model, list(model))
-        assert_refused(lambda: kind(model, list(model)), ValueError, "sharded already")  # noqa: B023
-        for hook in ("register_hook", "register_post_accumulate_grad_hook"):
-            model = layers()
-            getattr(model[1].up.weight, hook)(lambda x: None)
-            assert_refused(lambda: kind(model, list(model)), ValueError, "1.up.weight has a hook")  # noqa: B023
+        getattr(model[1].up.weight, hook)(lambda x: None)
+        not_sharded(model, "1.up.weight has a hook")
+
+
+HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 class Pair(Layer):
@@ -181,48 +188,40 @@ class Rescaling(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self[0](x)
         with torch.no_grad():
-            self.change(self[2].up.weight)
+            self[2].up.weight.to_local().mul_(2)
         for layer in self[1:]:
             x = layer(x)
         return x
 
 
+CHANGES = (
+    lambda model: model[1].requires_grad_(False),
+    lambda model: model.to(torch.bfloat16),
+    lambda model: model.to("meta"),
+    lambda model: model.load_state_dict(model.state_dict(), assign=True),
+)
+
+
 def forwards() -> None:
     """Refused when a unit runs."""
-    for kind in CONTEXTS:
-        model = layers(kind=Pair)
-        kind(model, list(model))
-        assert_refused(lambda: model(ones()), TypeError, "wrap it to return one tensor")  # noqa: B023
-
-        model = layers()
-        kind(model, list(model))
-        assert_refused(lambda: model[2](ones()), RuntimeError, "unit 2 ran out of turn")  # noqa: B023
-        assert_refused(lambda: model[1:](ones()), RuntimeError, "unit 1 ran out of turn")  # noqa: B023
-        twice = lambda: model[1](model[1](model[0](ones())))  # noqa: B023, E731
-        assert_refused(twice, RuntimeError, "unit 1 ran out of turn")
-        assert model(ones()).isfinite().all(), "the context is no longer good"
-
-        model = layers(kind=Renormed)
-        kind(model, list(model))
-        assert_refused(lambda: model(ones()), RuntimeError, "weight was changed in forward")  # noqa: B023
-
-        for change in (lambda p: p.mul_(2), lambda p: p.to_local().mul_(2)):
-            model = Rescaling(*layers())
-            model.change = change
-            kind(model, list(model))
-            assert_refused(lambda: model(ones()), RuntimeError, "weights of unit 2 have changed")  # noqa: B023
-
-        for change in (
-            lambda m: m[1].requires_grad_(False),
-            lambda m: m.to(torch.bfloat16),
-            lambda m: m.to("meta"),
-            lambda m: m.load_state_dict(m.state_dict(), assign=True),
-        ):
-            model = layers()
-            kind(model, list(model))
-            model(ones())
-            change(model)
-            assert_refused(lambda: model(ones()), RuntimeError, "replaced, moved or frozen")  # noqa: B023
+    model, _ = sharded(Pair)
+    assert_refused(lambda: model(ones()), TypeError, "wrap it to return one tensor")
+    model, _ = sharded()
+    assert_refused(lambda: model[2](ones()), RuntimeError, "unit 2 ran out of turn")
+    assert_refused(lambda: model[1:](ones()), RuntimeError, "unit 1 ran out of turn")
+    twice = partial(lambda model: model[1](model[1](model[0](ones()))), model)
+    assert_refused(twice, RuntimeError, "unit 1 ran out of turn")
+    assert model(ones()).isfinite().all(), "the context is no longer good"
+    model, _ = sharded(Renormed)
+    assert_refused(lambda: model(ones()), RuntimeError, "weight was changed in forward")
+    model = Rescaling(*layers())
+    FsdpContext(model, list(model))
+    assert_refused(lambda: model(ones()), RuntimeError, "weights of unit 2 have changed")
+    for change in CHANGES:
+        model, _ = sharded()
+        model(ones())
+        change(model)
+        assert_refused(partial(model, ones()), RuntimeError, "replaced, moved or frozen")
 
 
 class OneOfTwo(Layer):
@@ -260,21 +259,8 @@ class Kept(Layer):
         return y
 
 
-class KeptOfUsed(Layer):
-    """Keeps a second result that is computed with a weight of the first."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        self.kept = self.down(self.up(x)).square().sum()
-        return y
-
-
-class KeptForLater(Layer):
+class KeptForLater(Kept):
     """Adds to its result what the unit before it has computed with other weights and kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -306,126 +292,97 @@ def with_kept(model: nn.Module) -> torch.Tensor:
 
 def tensors_kept_beside_results() -> None:
     """Refused where the loss is computed with them: backward might read weights early."""
-    for kind in CONTEXTS:
-        for unit in (Kept, KeptOfUsed, KeptOnTheWay):
-            model = layers(kind=unit)
-            context = kind(model, list(model))
-            assert_refused(lambda: context.backward(with_kept(model)), RuntimeError, "kept beside")  # noqa: B023
+    for unit in (Kept, KeptOnTheWay):
+        model, context = sharded(unit)
+        loss = with_kept(model)
+        assert_refused(partial(context.backward, loss), RuntimeError, "kept beside")
+    model, context = sharded(KeptForLater)
+    KEPT.append(ones())
+    loss = model(ones()).sum()
+    assert_refused(lambda: context.backward(loss), RuntimeError, "kept beside")
 
-        model = layers(kind=KeptForLater)
-        context = kind(model, list(model))
-        KEPT.append(ones())
-        loss = model(ones()).sum()
-        assert_refused(lambda: context.backward(loss), RuntimeError, "kept beside")  # noqa: B023
-
-        model = layers(kind=Detached)
-        expected = layers(kind=Detached)
-        context = kind(model, list(model))
-        context.backward(with_kept(model))
-        with_kept(expected).backward()
-        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=0, atol=0)
+    model, context = sharded(Detached)
+    expected = layers(kind=Detached)
+    context.backward(with_kept(model))
+    with_kept(expected).backward()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=0, atol=0)
 
 
 def backwards() -> None:
     """Refused in backward."""
-    for kind in CONTEXTS:
-        model = layers(kind=OneOfTwo)
-        context = kind(model, list(model))
-        experts = lambda: context.backward(model(ones()).sum())  # noqa: B023, E731
-        assert_refused(experts, RuntimeError, "has no gradient on this rank")
-
-        model = layers(kind=View)
-        context = kind(model, list(model))
-        views = lambda: context.backward(model(ones()).sum())  # noqa: B023, E731
-        assert_refused(views, RuntimeError, "")
-
-        model = layers()
-        context = kind(model, list(model))
-        assert_refused(model(ones()).sum().backward, RuntimeError, "call context.backward")
-        detached = lambda: context.backward(model[3](model[:3](ones()).detach()).sum())  # noqa: B023, E731
-        assert_refused(detached, RuntimeError, "no gradient has come to unit 2")
-        first = model(ones()).sum()
-        model(ones())
-        assert_refused(lambda: context.backward(first), RuntimeError, "not the last forward")  # noqa: B023
+    for unit, why in ((OneOfTwo, "has no gradient on this rank"), (View, "")):
+        model, context = sharded(unit)
         loss = model(ones()).sum()
-        with torch.no_grad():
-            model[0].up.weight.mul_(2)
-        assert_refused(lambda: context.backward(loss), RuntimeError, "have changed since")  # noqa: B023
-        context.backward(model(ones()).sum())
-        for p in model.parameters():
-            assert p.grad.to_local().isfinite().all(), "the context is no longer good"
-        assert_refused(lambda: context.backward(model(ones())), RuntimeError, "scalar")  # noqa: B023
+        assert_refused(partial(context.backward, loss), RuntimeError, why)
 
-        model = layers()
-        optimizer = ADAMW(model.parameters())
-        context = kind(model, list(model))
-        early = lambda: context.backward(model(ones()).sum())  # noqa: B023, E731
-        assert_refused(early, RuntimeError, "from before the sharding, an optimizer perhaps")
-        assert optimizer is not None
-        recomputed(kind)
+    model, context = sharded()
+    assert_refused(model(ones()).sum().backward, RuntimeError, "call context.backward")
+    detached = model[3](model[:3](ones()).detach()).sum()
+    assert_refused(lambda: context.backward(detached), RuntimeError, "come to unit 2")
+    first = model(ones()).sum()
+    model(ones())
+    assert_refused(lambda: context.backward(first), RuntimeError, "not the last forward")
+    context.backward(model(ones()).sum())
+    for p in model.parameters():
+        assert p.grad.to_local().isfinite().all(), "the context is no longer good"
+    assert_refused(lambda: context.backward(model(ones())), RuntimeError, "scalar")
 
-
-def recomputed(kind: type) -> None:
     model = layers()
-    context = kind(model, list(model))
+    optimizer = ADAMW(model.parameters())
+    context = FsdpContext(model, list(model))
+    loss = model(ones()).sum()
+    early = "from before the sharding, an optimizer perhaps"
+    assert_refused(lambda: context.backward(loss), RuntimeError, early)
+    assert optimizer is not None
+
+    model, context = sharded()
     x = ones()
     for layer in model:
         x = checkpoint(layer, x, use_reentrant=False)
     loss = x.sum()
     assert_refused(lambda: context.backward(loss), RuntimeError, "do not recompute activations")
 
+    for hook in HOOKS:  # it would never run
+        model, context = sharded()
+        getattr(model[1].up.weight, hook)(lambda x: None)
+        loss = raised(lambda: context.backward(model(ones()).sum()))  # noqa: B023
+        assert isinstance(loss, RuntimeError) and "weight has a hook" in str(loss), loss
+
 
 def updates_between() -> None:
     """An update of any kind between forward and backward is seen if PyTorch counts it."""
-    for kind in CONTEXTS:
-        for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
-            for foreach in (False, True):
-                model = layers()
-                context = kind(model, list(model))
-                optimizer = make(model.parameters(), lr=1e-2, foreach=foreach)
-                context.backward(model(ones()).sum())
-                loss = model(ones()).sum()
-                optimizer.step()
-                assert_refused(lambda: context.backward(loss), RuntimeError, "have changed since")  # noqa: B023
-        model = layers()
-        context = kind(model, list(model))
+    updates = [partial(torch.optim.AdamW, foreach=foreach) for foreach in (False, True)]
+    for make in (torch.optim.SGD, *updates):
+        model, context = sharded()
+        optimizer = make(model.parameters(), lr=1e-2)
+        context.backward(model(ones()).sum())
         loss = model(ones()).sum()
-        with torch.no_grad():
-            model[1].up.weight.to_local().mul_(2)
-        assert_refused(lambda: context.backward(loss), RuntimeError, "have changed since")  # noqa: B023
-        others = [nn.Parameter(ones())]
-        others[0].grad = ones()
-        loss = model(ones()).sum()
-        torch.optim.AdamW(others, foreach=True).step()
-        context.backward(loss)  # an update of other weights is none
-
-
-def hooks_behind() -> None:
-    """A hook on a parameter of a context would never run."""
-    for kind in CONTEXTS:
-        for hook in ("register_hook", "register_post_accumulate_grad_hook"):
-            model = layers()
-            context = kind(model, list(model))
-            getattr(model[1].up.weight, hook)(lambda x: None)
-            backward = lambda: context.backward(model(ones()).sum())  # noqa: B023, E731
-            assert_refused(backward, RuntimeError, "weight has a hook")
+        optimizer.step()
+        assert_refused(partial(context.backward, loss), RuntimeError, "have changed since")
+    model, context = sharded()
+    loss = model(ones()).sum()
+    with torch.no_grad():
+        model[1].up.weight.to_local().mul_(2)
+    assert_refused(lambda: context.backward(loss), RuntimeError, "have changed since")
+    other = nn.Parameter(ones())
+    other.grad = ones()
+    loss = model(ones()).sum()
+    torch.optim.AdamW([other], foreach=True).step()
+    context.backward(loss)  # an update of other weights is none
 
 
 def let_go() -> None:
     """A model that is dropped, trained or not, leaves nothing in memory."""
-    for kind in CONTEXTS:
-        for steps in (0, 1):
-            model = layers()
-            context = kind(model, list(model))
-            for _ in range(steps):
-                context.backward(model(ones()).sum())
-            p = context.units[0].parameters[0]
-            kept = [weakref.ref(thing) for thing in (model, context, p.shard, p.full)]
-            del model, context, p
-            gc.collect()
-            alive = [thing() is not None for thing in kept]
-            assert not any(alive), f"{kind.__name__}, {steps} steps: {alive}"
+    for steps in (0, 1):
+        model, context = sharded()
+        for _ in range(steps):
+            context.backward(model(ones()).sum())
+        p = context.units[0].parameters[0]
+        kept = [weakref.ref(thing) for thing in (model, context, p.shard, p.full)]
+        del model, context, p
+        gc.collect()
+        assert not any(thing() for thing in kept), f"after {steps} steps"
 
 
 # -- checkpoints -------------------------------------------------------------------------------
@@ -503,7 +460,6 @@ MODES = (
     backwards,
     tensors_kept_beside_results,
     updates_between,
-    hooks_behind,
     let_go,
 )
 

@@ -1,8 +1,8 @@
 """Stock FSDP2 and FSDP2 in place train the same bits, whatever a user's program does.
 
-``tests/data/in_place_training.py`` holds the programs; one process a rank runs them all: shared
-weights, adapters, groups of modules, accumulation, evaluation, weights loaded and swapped by any
-road, several optimizers, checkpointing, compilation, HSDP.
+The programs are in ``tests/data/in_place_*.py``: shared weights, adapters, groups of modules,
+accumulation, evaluation, weights loaded and swapped by any road, several optimizers, checkpointing,
+compilation, HSDP, stock models of transformers. One process a rank runs all of a kind.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from rankproof.run import run
 
-TRAINING = Path(__file__).parents[1] / "data" / "in_place_training.py"
+DATA = Path(__file__).parents[1] / "data"
 
 
 class Unit:
@@ -23,23 +23,41 @@ class Unit:
         self.fsdp_params = fsdp_params
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_every_program_trains_the_bits_of_stock_fsdp2(
-    half: int, pytestconfig: pytest.Config
-) -> None:
+def passes(program: str, ranks: int, *args: str, **options) -> None:
+    report = run(DATA / f"in_place_{program}.py", ranks, launcher="warm", args=args, **options)
+    assert report.ok, report.describe()
+
+
+@pytest.mark.parametrize("half", ["0", "1"])
+def test_every_program_trains_the_bits_of_stock_fsdp2(half: str, pytestconfig) -> None:
     """Each in float32 sums, four in every policy; with ``--all-models``, all in every policy."""
-    args = ["half", str(half)]
-    if not pytestconfig.getoption("--all-models"):
-        args.append("few_policies")
-    report = run(TRAINING, 2, launcher="warm", args=tuple(args), deadline_s=400)
-    assert report.ok, report.describe()
+    few = [] if pytestconfig.getoption("--all-models") else ["few_policies"]
+    passes("training", 2, "half", half, *few, deadline_s=400)
 
 
-@pytest.mark.parametrize("way", ["under stock", "in place"])
+def test_stock_models_train_the_bits_of_stock_fsdp2(pytestconfig) -> None:
+    """One of each kind, or all with ``--all-models``."""
+    every = ["all"] if pytestconfig.getoption("--all-models") else []
+    passes("stock", 2, *every, deadline_s=2000 if every else 200)
+
+
+def test_troubles_are_refused_or_leave_training_as_it_was() -> None:
+    passes("troubles", 2, deadline_s=300)
+
+
 @pytest.mark.parametrize("program", ["branches", "evaluation_beside"])
-def test_units_may_compute_on_several_streams(program: str, way: str) -> None:
-    report = run(TRAINING, 2, launcher="warm", args=(f"{program} {way}",), order=True)
-    assert report.ok, report.describe()
+def test_units_may_compute_on_several_streams(program: str) -> None:
+    passes("troubles", 2, program, order=True)
+
+
+def test_gradients_of_some_ranks_or_by_unseen_tensors_are_right_or_refused() -> None:
+    """A parameter without a gradient on a rank, and outputs on which FSDP2 has no hook."""
+    passes("gradients", 2)
+
+
+def test_stock_fsdp2_mixes_gradients_of_some_ranks_in_silence() -> None:
+    report = run(DATA / "in_place_gradients.py", 2, launcher="warm", args=("stock",))
+    assert "AssertionError: one_each: blocks." in report.describe(), report.describe()
 
 
 def test_an_optimizer_looks_at_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,12 +85,10 @@ def test_an_optimizer_looks_at_its_own_parameters(monkeypatch: pytest.MonkeyPatc
 
 
 def test_sums_of_three_ranks_are_as_near_to_those_in_float64_as_stocks() -> None:
-    report = run(TRAINING, 3, launcher="warm", args=("sums_of_more_ranks",))
-    assert report.ok, report.describe()
+    passes("troubles", 3, "sums_of_more_ranks")
 
 
 def test_two_hosts_of_two_ranks_accumulate_the_bits_of_stock_hsdp() -> None:
     """Reductions over the hosts come with each micro-batch, or with the last one alone."""
-    programs = "accumulation_hsdp,as_many_bytes_of_gradients_as_stock"
-    report = run(TRAINING, 4, launcher="warm", args=(programs,))
-    assert report.ok, report.describe()
+    passes("training", 4, "accumulation_hsdp")
+    passes("troubles", 4, "as_many_bytes_of_gradients_as_stock")

@@ -1,5 +1,6 @@
 """What tests of several files here take: one thread, and recipes that can be imported."""
 
+import gc
 import sys
 from collections.abc import Iterator
 
@@ -8,6 +9,13 @@ import torch
 from loaded_recipes import RECIPES, load
 
 from overlap_recipes.offload import activations
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_objects_are_no_garbage() -> None:
+    """Each HostAdamW has Python look for garbage, which takes long among what is imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Activation offload: changes in place that are an error or none, and arguments it refuses."""
 
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -70,18 +70,6 @@ def test_what_backward_is_done_with_may_be_changed_in_place(recipe, window):
         assert offload.used > 0
 
 
-def test_a_change_in_place_of_a_conjugated_view_is_an_error(recipe):
-    x = torch.randn(ROWS, WIDTH, dtype=torch.complex64, requires_grad=True)
-    middle = x * 1
-    with offloading(recipe) as offload:
-        with offload.saving():
-            y = (middle.conj() * x).abs().sum()
-        with torch.no_grad():
-            middle.mul_(2)
-        with pytest.raises(RuntimeError, match="changed in place after autograd saved it"):
-            y.backward()
-
-
 def test_operations_in_place_that_autograd_allows_are_no_error(recipe):
     x = activation()
 
@@ -109,11 +97,6 @@ def test_a_change_in_place_after_the_copy_is_harmless(recipe):
     assert torch.equal(ours, x.grad)
 
 
-def test_a_device_may_be_named(recipe):
-    with closing(recipe.ActivationOffload("cpu", budget=1, window=1)) as offload:
-        assert offload.device == torch.device("cpu")
-
-
 @pytest.mark.parametrize(
     ("named", "refused"), [("cuda:1", True), ("cuda:0", False), ("cuda", False)]
 )
@@ -139,8 +122,3 @@ def test_a_device_that_is_not_the_current_one_is_refused(recipe, monkeypatch, na
 def test_bytes_that_make_no_sense_are_refused(recipe, budget, window):
     with pytest.raises(ValueError, match="pass bytes"):
         recipe.ActivationOffload(torch.device("cpu"), budget, window)
-
-
-def test_more_memory_than_the_host_has_is_refused(recipe):
-    with pytest.raises(RuntimeError, match="cannot lock"):
-        recipe.ActivationOffload(torch.device("cpu"), 1 << 60, 1)

@@ -1,29 +1,17 @@
 """Weights that a program changes where PyTorch counts nothing; copies; errors that name a layer."""
 
-import importlib.util
 import pickle
-import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from streamed_toys import CPU, WIDTH, Loop, one_after_the_other, same, train, with_each_budget
 from torch import nn
 
-import overlap_recipes
 from overlap_recipes.offload import HostAdamW, adam_in_pieces, stream_layers
 from overlap_recipes.offload.streamed_model import StreamedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def linear() -> nn.Linear:
@@ -113,27 +101,6 @@ def test_errors_of_layers_name_the_layer_in_forward_and_in_backward():
             with pytest.raises(MemoryError) as failed:
                 train(model)
             assert f"layer {layer} (Failing)" in failed.value.__notes__[0]
-
-
-def second_copy():
-    """As where a job has one of its own, and a package of another brings one."""
-    library = Path(overlap_recipes.__file__).parent
-    spec = importlib.util.spec_from_file_location(
-        "second_copy", library / "__init__.py", submodule_search_locations=[str(library)]
-    )
-    sys.modules["second_copy"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["second_copy"])
-    return importlib.import_module("second_copy.offload")
-
-
-@pytest.mark.parametrize("budget", [0, 2**30])
-def test_layers_that_another_copy_of_the_library_streams_are_refused(budget):
-    model = Loop(linear, one_after_the_other)
-    second = second_copy()
-    with stream_layers(model, model.layers, CPU, budget=budget):
-        with pytest.raises(ValueError, match="streamed already"):
-            second.stream_layers(model, model.layers, CPU).__enter__()
-        train(model)
 
 
 def test_a_streamed_model_is_not_pickled():

@@ -2,20 +2,56 @@
 
 import subprocess
 import sys
-from pathlib import Path
+from contextlib import closing
 
 import pytest
 import torch
-from selection import with_library
+import torch.distributed as dist
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA devices"
-)
+TWO_DEVICES = torch.cuda.is_available() and torch.cuda.device_count() > 1
 
 
-@pytest.mark.parametrize("recipe", ["overlapped_stager", "whole_step"])
-def test_threads_open_no_context_on_a_device_that_is_not_the_ranks(recipe: str) -> None:
-    script = Path(__file__).parents[1] / "data" / "second_device.py"
-    command = [sys.executable, str(script), recipe]
-    run = subprocess.run(command, capture_output=True, text=True, env=with_library())
-    assert run.returncode == 0, run.stderr[-2000:]
+def save(device: torch.device, folder: str) -> None:
+    from overlap_recipes.checkpoint import Saves
+
+    with Saves(device) as saves:
+        saves.save({"x": torch.ones(1024, device=device)}, f"{folder}/step1")
+
+
+def train(device: torch.device, folder: str) -> None:
+    from host_training import batch, llama
+
+    from overlap_recipes.offload import HostAdamW
+    from overlap_recipes.offload.streamed_model import StreamedModel
+
+    model = llama(torch.bfloat16)
+    streamed = StreamedModel(model, model.model.layers, device)
+    inputs = {name: tensor.to(device) for name, tensor in batch(0).items()}
+    with closing(HostAdamW(model.parameters(), streamed)) as optimizer:
+        for _ in range(2):
+            model(**inputs).loss.backward()
+            optimizer.step()
+
+
+USES = {"saves": save, "whole_steps": train}
+
+
+@pytest.mark.skipif(not TWO_DEVICES, reason="needs two CUDA devices")
+@pytest.mark.parametrize("use", USES)
+def test_threads_open_no_context_on_a_device_that_is_not_the_ranks(use: str, tmp_path) -> None:
+    from selection import with_library
+
+    command = [sys.executable, __file__, use, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=with_library())
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+if __name__ == "__main__":
+    device = torch.device("cuda", 1)
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    USES[sys.argv[1]](device, sys.argv[2])
+    torch.cuda.synchronize()
+    opened = torch._C._cuda_hasPrimaryContext(0)
+    dist.destroy_process_group()
+    sys.exit("a context on the first device was opened" if opened else 0)

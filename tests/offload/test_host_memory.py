@@ -1,7 +1,6 @@
 """The host's memory: what is moved there, how it lies, and what cannot be locked."""
 
 import gc
-import mmap
 
 import pytest
 import torch
@@ -53,13 +52,6 @@ def test_more_memory_than_the_host_can_map_is_refused():
     like = {"weight": torch.empty(2**58, device="meta")}
     with pytest.raises(RuntimeError, match=f"cannot lock {2**60} more bytes.*free some"):
         HostBuffer(like, torch.float32, CPU)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for the driver")
-def test_a_system_without_large_pages_gives_small_ones(monkeypatch):
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)  # is not known
-    like = {"weight": torch.zeros(3)}
-    assert HostBuffer(like, torch.float32, CPU).views["weight"].tolist() == [0, 0, 0]
 
 
 def test_memory_that_cannot_be_locked_is_refused_and_the_rest_unlocked(monkeypatch):

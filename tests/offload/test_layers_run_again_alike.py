@@ -1,15 +1,12 @@
 """Backward runs a layer again as it was in forward: buffers, attributes, modes, random numbers."""
 
 import random
-from contextlib import closing
 from itertools import chain
 
 import pytest
 import torch
-from streamed_toys import CPU, WIDTH, Loop, one_after_the_other, same, train, with_each_budget
+from streamed_toys import WIDTH, Loop, one_after_the_other, same, train, with_each_budget
 from torch import nn
-
-from overlap_recipes.offload.streamed_model import StreamedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,19 +159,3 @@ def test_a_mode_that_is_set_between_forward_and_backward_changes_no_gradient():
         found.append([p.grad.clone() for p in each.parameters()])
     for ours in found:
         assert same(ours, found[-1])
-
-
-class Clamping(Toy):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("grads", [False, True])
-def test_a_streamed_layer_that_changes_its_weights_in_forward_is_refused(grads):
-    """It changed the copy on the device, which was gone with the next load."""
-    model = Loop(Clamping, one_after_the_other)
-    refused = pytest.raises(RuntimeError, match="changes its own weights in forward")
-    with closing(StreamedModel(model, model.layers, CPU)), torch.set_grad_enabled(grads), refused:
-        model(torch.ones(2, WIDTH))

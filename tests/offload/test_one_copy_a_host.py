@@ -3,7 +3,6 @@
 import os
 import re
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -20,14 +19,7 @@ from overlap_recipes.offload.whole_step import HostAdamW
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_a_layer_is_loaded_when_all_ranks_of_the_host_have_updated_it():
     """A second rank is played: it ends its part of layer 0 late, and fails in layer 1."""
     model = llama(torch.bfloat16)
@@ -54,7 +46,7 @@ def test_a_layer_is_loaded_when_all_ranks_of_the_host_have_updated_it():
         host.done[:, 1] = 1
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_a_graph_that_is_kept_over_the_update_of_another_rank_is_refused():
     """A layer's weights were changed by another rank alone, in memory of both."""
     model = llama(torch.bfloat16)
@@ -71,21 +63,7 @@ def test_a_graph_that_is_kept_over_the_update_of_another_rank_is_refused():
             kept.backward()
 
 
-@pytest.mark.usefixtures("group")
-def test_a_failed_block_is_told_to_the_other_ranks():
-    model = llama(torch.bfloat16)
-    streamed = SharedModel(model, model.model.layers, CPU, Host())
-    optimizer = HostAdamW(groups_of(model), streamed, lr=RATE)
-    optimizer.host.blocks[1][0] = None
-    model(**batch(0)).loss.backward()
-    optimizer.step()
-    for wait in (streamed.wait, optimizer.close):
-        with pytest.raises(TypeError):
-            wait()
-    assert optimizer.host.done[1].tolist() == [FAILED]
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_closing_waits_for_the_parts_of_the_other_ranks(monkeypatch):
     """Or the weights that are saved behind it would be half of this step's, half of the last's."""
     model = llama(torch.bfloat16)
@@ -99,7 +77,7 @@ def test_closing_waits_for_the_parts_of_the_other_ranks(monkeypatch):
     assert done.tolist() == [[1, 1]] * LAYERS
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_an_error_on_its_way_does_not_wait_for_other_ranks(monkeypatch):
     """They may have failed before their part of the step."""
     model = llama(torch.bfloat16)
@@ -113,7 +91,7 @@ def test_an_error_on_its_way_does_not_wait_for_other_ranks(monkeypatch):
         raise ZeroDivisionError
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_ranks_that_do_not_know_their_host_are_told_so(monkeypatch):
     """As under ``torch.multiprocessing``: each would keep a copy of its own, in silence."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

@@ -47,13 +47,6 @@ def test_a_stock_loop_in_two_blocks_has_the_resident_runs_bits(in_backward, budg
     assert "forward" not in vars(layers[LAYERS - 1])
 
 
-def test_gradients_are_kept_in_the_dtype_that_is_asked_for():
-    model = llama(torch.bfloat16)
-    options = {"gradient_dtype": torch.float32}
-    with stream_layers(model, model.model.layers, CPU, **options) as streamed:
-        assert streamed.layers[0].gradients[0].flat.dtype == torch.float32
-
-
 def test_a_second_optimizer_may_follow_the_first():
     models = llama(), llama()
     plain = [torch.optim.AdamW(models[0].parameters(), lr=RATE, fused=True) for _ in range(2)]

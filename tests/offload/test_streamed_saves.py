@@ -84,16 +84,6 @@ def test_one_rank_resumes_on_two_and_two_on_one(killed, uninterrupted, tmp_path)
             assert_same((losses, run.results()), uninterrupted)
 
 
-def test_a_state_is_asked_for_without_dcps_search_for_names():
-    """Names take it long; a counter that was copied each time never lay where DCP found it."""
-    with running() as run:
-        for step in range(SAVED):
-            run.train(step)
-        state = TrainingState(run.model, run.optimizer)
-        state.state_dict()
-        assert state.trained.reads_as_dcp
-
-
 def test_a_load_in_memory_takes_what_was_saved():
     with running() as run, running(seed=7) as other:
         for step in range(SAVED):

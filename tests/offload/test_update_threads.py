@@ -2,7 +2,6 @@
 
 import os
 import threading
-from concurrent.futures import Future
 from contextlib import closing
 from copy import deepcopy
 
@@ -102,20 +101,6 @@ def test_what_a_thread_raises_reaches_the_training_thread():
         optimizer.host.forget()
 
 
-def test_what_a_thread_raises_is_raised_by_close():
-    """And nothing is left open by it."""
-    model = llama(torch.bfloat16)
-    optimizer = whole(model, streamed_of(model))
-    optimizer.host.blocks[1][0] = None
-    model(**batch(0)).loss.backward()
-    optimizer.step()
-    with pytest.raises(TypeError):
-        optimizer.close()
-    model(**batch(1)).loss.backward()
-    with pytest.raises(RuntimeError, match="this optimizer has ended"):
-        optimizer.step()
-
-
 def test_a_step_that_is_interrupted_leaves_nobody_waiting():
     """Ctrl-C behind the announcement, before a thread was asked: forward waited for ever."""
     model = llama(torch.bfloat16)
@@ -194,47 +179,6 @@ def test_an_interrupted_step_updates_nothing_behind_a_wait():
         submit(int).result()
         host.workers.submit(int).result()
         assert all(map(torch.equal, model.parameters(), weights))
-        host.forget()
-
-
-def test_a_step_that_fails_behind_an_interruption_meets_nobody_who_waits():
-    """The thread of arrivals and the one that waits both end what has not begun."""
-    model = llama(torch.bfloat16)
-    looked, dropped = threading.Event(), threading.Event()
-    with closing(whole(model, streamed := streamed_of(model), threads=1)) as optimizer:
-        host = optimizer.host
-        announce, submit = host.announce, host.arrivals.submit
-        asked = []
-
-        class Ended(Future):
-            def done(self):
-                is_done = super().done()
-                if threading.current_thread() is not threading.main_thread():
-                    looked.set()
-                    if not host.lock.locked():  # nothing keeps the other from what comes now
-                        dropped.wait(PATIENCE_S)
-                return is_done
-
-        def announced(*args):
-            updates = announce(*args)
-            for update in updates.values():
-                update.ended = Ended()
-            return updates
-
-        def submitted(work):
-            asked.append(submit(work))
-            interrupted()
-
-        model(**batch(0)).loss.backward()
-        host.announce, host.arrivals.submit = announced, submitted
-        host.start = lambda *_: 1 / 0
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-        assert looked.wait(PATIENCE_S)
-        streamed.wait(raises=False)
-        dropped.set()
-        assert isinstance(asked[0].exception(), ZeroDivisionError)
-        assert all(update.ended.exception() for update in host.updates.values())
         host.forget()
 
 

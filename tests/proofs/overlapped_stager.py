@@ -14,7 +14,7 @@ from overlap_recipes.checkpoint.saves import Saves
 
 
 def main(directory: Path) -> None:
-    import _toys as basic
+    from recipes_source.checkpoint import _toys as basic
 
     device = basic.start_rank()
     root, app, expected = basic.directory_of_rank_0(directory), basic.build_app(device), {}

@@ -29,7 +29,7 @@ def history(step: int) -> list[float]:
 
 
 def main(directory: Path) -> None:
-    import _toys as basic  # a model, its training step and what compares bits
+    from recipes_source.checkpoint import _toys as basic
 
     device = basic.start_rank()
     root, app, expected = basic.directory_of_rank_0(directory), basic.build_app(device), {}

@@ -1,4 +1,4 @@
-"""``stream_layers``: gradients of two microbatches have the bits of a resident copy, each step.
+"""``stream_layers``: gradients of two micro-batches have the bits of a resident copy, each step.
 
 The model is one of torch's own, between an embedding and a head that share their weight. Its layers
 have dropout and take a mask. One of them stays on the device, by a budget.
@@ -6,7 +6,6 @@ have dropout and take a mask. One of them stays on the device, by a budget.
 
 import torch
 import torch.distributed as dist
-from _training import LAYERS, Model, loss_of
 from torch import nn
 
 from overlap_recipes.offload.streamed_model import StreamedModel, resident_bytes
@@ -14,7 +13,31 @@ from overlap_recipes.offload.streaming import stream_layers
 from overlap_recipes.offload.weight_streaming import SLOTS
 from overlap_recipes.ranks import start_rank
 
+WIDTH, LAYERS, WORDS = 32, 4, 50  # features, layers, tokens
 STEPS, MICROBATCHES = 3, 2
+
+
+class Model(nn.Module):
+    """An encoder of torch between an embedding and a head that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"batch_first": True, "norm_first": True}
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, **options)
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
+        return self.head(self.encoder(self.embedding(ids), mask=causal, is_causal=True))
+
+
+def loss_of(model: Model, seed: int, device: torch.device) -> torch.Tensor:
+    torch.manual_seed(seed)  # of dropout, too
+    ids = torch.randint(WORDS, (3, 8)).to(device)
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
 def train(streamed: StreamedModel, resident: Model) -> None:

@@ -1,11 +1,9 @@
 """torchtitan#279 and #291, accelerate#4165, RLinf#1570: a loader is saved with the job.
 
-Each rank packs its own documents, so its loader is at a position of its own. ``per_rank``: after a
-resume each rank continues with its own next batch. ``shared``, as ``data=loader``: no checkpoint is
-committed, and the training loop is told at its first save, and at the end of the block.
+Each rank packs its own documents, so its loader is at a position of its own: after a resume each
+rank continues with its own next batch.
 """
 
-import sys
 from collections.abc import Iterator
 
 import roundtrip
@@ -81,30 +79,5 @@ def per_rank() -> None:
         roundtrip.none_of_any_rank(wrong)
 
 
-def shared() -> None:
-    with roundtrip.job() as root:
-        model, optimizer, loader = build(0)
-        app = TrainingState(model, optimizer, data=loader)
-        batches = iter(loader)
-        refusals = []
-        try:
-            with Saves(roundtrip.HOST, model.buffers) as saves:
-                train_step(model, optimizer, batches)
-                try:
-                    saves.save({"app": app}, root / "step1")
-                except RuntimeError as error:
-                    refusals.append(str(error))
-        except RuntimeError as error:
-            refusals.append(str(error))
-        dist.barrier()
-        assert not list(root.glob("step?")), "a checkpoint of one rank's position was committed"
-        assert len(refusals) == 2, f"told {len(refusals)} times, due was 2"
-        for refusal in refusals:
-            assert "ranks differ in app.data" in refusal, refusal
-
-
 if __name__ == "__main__":
-    if "shared" in sys.argv:
-        shared()
-    else:
-        per_rank()
+    per_rank()

@@ -11,13 +11,13 @@ on each) are refused: ranks would average other layers' gradients, or scale by o
 import sys
 from copy import deepcopy
 
-import resident
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from overlap_recipes.offload import HostAdamW, stream_layers
 
+HOST = torch.device("cpu")
 STEPS = 4
 SETTINGS = {"lr": 1e-2}
 WORDS = {"scaler": "a GradScaler of each rank", "changed": "changed after backward: see max_norm"}
@@ -70,7 +70,7 @@ def trains_as_ddp(name: str, max_norm: float | None) -> None:
         stock.step()
         stock.zero_grad()
     with (
-        stream_layers(model, model.blocks, resident.HOST) as streamed,
+        stream_layers(model, model.blocks, HOST) as streamed,
         HostAdamW(model.parameters(), streamed, max_norm=max_norm, **SETTINGS) as optimizer,
     ):
         for step in range(STEPS):
@@ -87,7 +87,7 @@ def is_refused(name: str, in_backward: bool) -> None:
     options = {"in_backward": in_backward, "max_norm": 1.0 if name == "changed" else None}
     try:
         with (
-            stream_layers(model, model.blocks, resident.HOST) as streamed,
+            stream_layers(model, model.blocks, HOST) as streamed,
             HostAdamW(model.parameters(), streamed, **options) as optimizer,
         ):
             if name == "scaler":
