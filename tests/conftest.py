@@ -3,7 +3,7 @@
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,18 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def plain_python() -> Iterator[Callable[..., dict]]:
+    """``plain_python(file, work)``: the code and the output of ``python file`` in ``work``."""
+    from fork_server import asking
+    from selection import with_library
+
+    command = [sys.executable, "-B", "-W", "ignore", str(TESTS / "warm_python.py")]
+    env = with_library() | {"PYTHONDONTWRITEBYTECODE": "1"}
+    with asking(command, 120, REPO, env) as ask:
+        yield ask
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

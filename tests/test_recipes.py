@@ -2,21 +2,17 @@
 
 import os
 import re
-import sys
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fork_server import asking
 from selection import (
     RECIPES,
     REPO,
     proofs_under_test,
     ranks_under_test,
     recipes_under_test,
-    with_library,
 )
 
 from rankproof.bundles import write_bundle
@@ -154,15 +150,6 @@ def test_no_control_goes_without_a_reason() -> None:
 
 def test_recipe_has_at_least_four_controls(recipe: Recipe) -> None:
     assert len(recipe.controls) >= 4
-
-
-@pytest.fixture(scope="module")
-def plain_python() -> Iterator[Callable[..., dict]]:
-    """``plain_python(file, work)``: the code and the output of ``python file`` in ``work``."""
-    command = [sys.executable, "-B", str(REPO / "tests" / "warm_python.py")]
-    env = with_library() | {"PYTHONDONTWRITEBYTECODE": "1"}
-    with asking(command, 120, REPO, env) as ask:
-        yield ask
 
 
 def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path, plain_python) -> None:

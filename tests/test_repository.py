@@ -13,7 +13,6 @@ import overlap_recipes
 ROOT = Path(__file__).resolve().parents[1]
 (REPOSITORY,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
 HOOKS = {hook["id"]: hook for hook in REPOSITORY["hooks"]}
-TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.md"))
 GOOD = "x = 1\n"
 BAD = {  # what each hook that is given files refuses
     "ruff": "import os\n",
@@ -47,18 +46,6 @@ def test_a_hook_runs_and_refuses_what_is_bad(name, tmp_path):
     assert run(hook, file) == 0
     file.write_text(BAD[name])
     assert run(hook, file) != 0
-
-
-def test_issue_templates_have_what_github_shows():
-    assert TEMPLATES
-    names = []
-    for path in TEMPLATES:
-        empty, front, body = path.read_text().split("---\n", 2)
-        about = yaml.safe_load(front)
-        assert empty == "" and about["name"] and about["about"], path.name
-        assert "**" in body, f"{path.name} asks nothing"
-        names.append(about["name"])
-    assert len(set(names)) == len(names)
 
 
 def test_the_citation_names_this_version():

@@ -94,19 +94,6 @@ def by_accelerate() -> None:
     execute_subprocess_async(command, env=os.environ, timeout=PATIENCE_S)
 
 
-def by_local_tensors() -> None:
-    """One process, whose tensors stand for those of two ranks, with a group that sends nothing."""
-    import torch.distributed as dist
-    from torch.distributed._local_tensor import LocalTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    join = dist.init_process_group
-    settings = {"backend": "fake", "store": FakeStore(), "rank": 0, "world_size": 2}
-    dist.init_process_group = lambda *_, **__: join(**settings)
-    with LocalTensorMode(2):
-        runpy.run_path(os.environ[SCRIPT], run_name="__main__")
-
-
 def in_a_process(way: str, script: Path) -> str:
     """What a way says of a script, in a process whose every descendant is ended behind it."""
     with tempfile.TemporaryDirectory() as work:
@@ -156,10 +143,9 @@ def first_error(text: str) -> str:
 WAYS = {
     "rankproof": by_rankproof,
     "MultiProcessTestCase": lambda script: in_a_process("test", script),
-    "LocalTensorMode": lambda script: in_a_process("local", script),
     "accelerate": lambda script: in_a_process("accelerate", script),
 }
-OWN = {"accelerate": by_accelerate, "local": by_local_tensors}  # ways that are no test of unittest
+OWN = {"accelerate": by_accelerate}  # ways that are no test of unittest
 
 
 def main() -> None:

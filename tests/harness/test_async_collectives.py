@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -60,16 +59,8 @@ def all_gather(tensor: torch.Tensor) -> dist.Work:
     return dist.all_gather([torch.empty(8)], tensor, async_op=True)
 
 
-def all_gather_into_tensor(tensor: torch.Tensor) -> dist.Work:
-    return dist.all_gather_into_tensor(torch.empty(8), tensor, async_op=True)
-
-
 def reduce_scatter_tensor(tensor: torch.Tensor) -> dist.Work:
     return dist.reduce_scatter_tensor(torch.empty(8), tensor, async_op=True)
-
-
-def all_to_all_single(tensor: torch.Tensor) -> dist.Work:
-    return dist.all_to_all_single(torch.empty(8), tensor, async_op=True)
 
 
 def coalesced(tensor: torch.Tensor) -> dist.Work:
@@ -83,10 +74,7 @@ def broadcast(tensor: torch.Tensor) -> dist.Work:
     return dist.broadcast(tensor, src=0, async_op=True)
 
 
-ISSUES = [
-    *(all_reduce, all_gather, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single),
-    *(coalesced, broadcast),
-]
+ISSUES = [all_reduce, all_gather, reduce_scatter_tensor, coalesced, broadcast]
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -110,7 +98,7 @@ def test_what_is_gathered_is_not_read_before_wait(recorder):
     assert [conflict.later.operator for conflict in recorder.conflicts] == ["tolist"]
 
 
-@pytest.mark.parametrize("show", [print, str, repr, "{}".format])
+@pytest.mark.parametrize("show", [print, repr])
 def test_showing_a_tensor_before_wait_is_a_use(recorder, show):
     tensor = torch.ones(8)
     work = dist.all_reduce(tensor, async_op=True)
@@ -139,15 +127,6 @@ def test_each_of_two_works_is_waited_for(recorder):
     works[0].wait()
 
 
-def test_other_tensors_may_be_used_meanwhile(recorder):
-    tensor, other = torch.ones(8), torch.ones(8)
-    work = dist.all_reduce(tensor, async_op=True)
-    use(other)
-    work.wait()
-    use(tensor)
-    assert recorder.conflicts == []
-
-
 def by_future(work: dist.Work) -> None:
     work.get_future().wait()
 
@@ -156,33 +135,12 @@ def by_a_future_of_that(work: dist.Work) -> None:
     work.get_future().then(lambda future: use(future.value()[0])).wait()
 
 
-def by_two_callbacks(work: dist.Work) -> None:
-    future = work.get_future().then(lambda future: use(future.value()[0]))
-    future.then(lambda future: use(future.value())).wait()
-
-
-def by_wait_all(work: dist.Work) -> None:
-    torch.futures.wait_all([work.get_future()])
-
-
 def by_collect_all(work: dist.Work) -> None:
     torch.futures.collect_all([work.get_future()]).wait()
 
 
-def by_own_future(work: dist.Work) -> None:
-    own = torch.futures.Future()
-    work.get_future().then(lambda future: own.set_result(future.value()))
-    own.wait()
-
-
 def by_asking(work: dist.Work) -> None:
     while not work.is_completed():
-        pass
-
-
-def by_asking_the_future(work: dist.Work) -> None:
-    future = work.get_future()
-    while not future.done():
         pass
 
 
@@ -202,8 +160,7 @@ def by_an_executor(work: dist.Work) -> None:
 
 
 WAYS = [
-    *(by_future, by_a_future_of_that, by_two_callbacks, by_wait_all, by_collect_all),
-    *(by_own_future, by_asking, by_asking_the_future, by_a_barrier),
+    *(by_future, by_a_future_of_that, by_collect_all, by_asking, by_a_barrier),
     *(by_a_thread_that_is_joined, by_an_executor),
 ]
 
@@ -239,11 +196,7 @@ def a_collection_of_it(own: torch.futures.Future) -> torch.futures.Future:
     return torch.futures.collect_all([own])
 
 
-def what_follows_it(own: torch.futures.Future) -> torch.futures.Future:
-    return own.then(lambda future: future.value())
-
-
-@pytest.mark.parametrize("awaited", [itself, a_collection_of_it, what_follows_it])
+@pytest.mark.parametrize("awaited", [itself, a_collection_of_it])
 def test_a_future_that_is_set_while_it_is_waited_for_counts(somebody_waits, recorder, awaited):
     tensor = torch.ones(8)
     work = dist.all_reduce(tensor, async_op=True)
@@ -297,10 +250,6 @@ def test_collectives_that_are_not_asynchronous_are_not_counted(recorder):
     assert recorder.conflicts == []
 
 
-def hook_of_allreduce(model: DistributedDataParallel) -> None:
-    model.register_comm_hook(None, allreduce_hook)
-
-
 def hook_with_callbacks(model: DistributedDataParallel) -> None:
     state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook)
@@ -311,7 +260,7 @@ def no_hook(model: DistributedDataParallel) -> None:
 
 
 @pytest.mark.parametrize("views", [True, False])
-@pytest.mark.parametrize("register", [no_hook, hook_of_allreduce, hook_with_callbacks])
+@pytest.mark.parametrize("register", [no_hook, hook_with_callbacks])
 def test_training_with_ddp_has_no_conflict(recorder, register, views):
     layers = [torch.nn.Linear(16, 16) for _ in range(3)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), gradient_as_bucket_view=views)
@@ -337,13 +286,6 @@ def test_training_with_fsdp2_has_no_conflict(recorder):
         optimizer.zero_grad()
     assert recorder.count > 0
     assert [str(conflict) for conflict in recorder.conflicts] == []
-
-
-def test_lanes_are_used_again(recorder):
-    tensor = torch.ones(8)
-    for _ in range(20):
-        dist.all_reduce(tensor, async_op=True).wait()
-    assert len(recorder.collective_lanes) == 1
 
 
 def test_everything_is_put_back():

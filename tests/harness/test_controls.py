@@ -16,13 +16,6 @@ def test_a_control_whose_text_is_gone_says_so(tmp_path) -> None:
         run(recipe.path, 1, control=recipe.control("n"))
 
 
-def test_a_control_whose_text_stands_twice_says_so(tmp_path) -> None:
-    write(tmp_path, "r.toml", CONTROL)
-    recipe = load_recipe(write(tmp_path, "r.py", "x = 1\nx = 1\n"), tmp_path)
-    with pytest.raises(RecipeError, match="occurs 2 times"):
-        run(recipe.path, 1, control=recipe.control("n"))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -41,13 +34,6 @@ def test_a_control_whose_text_stands_twice_says_so(tmp_path) -> None:
 def test_a_bad_controls_file_names_what_is_wrong(tmp_path, text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_controls(write(tmp_path, "r.toml", text), tmp_path)
-
-
-def test_a_control_that_changes_nothing_visible_is_not_caught(tmp_path) -> None:
-    write(tmp_path, "r.toml", CONTROL)
-    recipe = load_recipe(write(tmp_path, "r.py", "x = 1\n"), tmp_path)
-    control = recipe.control("n")
-    assert not control.caught(run(recipe.path, 1, launcher="warm", control=control).failures)
 
 
 PROVES = """

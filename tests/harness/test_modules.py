@@ -44,13 +44,6 @@ def test_a_module_is_run_within_its_package(project, monkeypatch, capsys, launch
     assert "package.train on 1 rank: ran" in capsys.readouterr().out
 
 
-def test_the_command_that_runs_it_again_names_the_module(project, monkeypatch, capsys) -> None:
-    options = ("--ranks", "1", "--launcher", "warm")
-    assert command(monkeypatch, "-m", "package.train", *options, "--", "4") == 1
-    printed = capsys.readouterr().out.rstrip()
-    assert printed.endswith("run -m package.train --ranks 1 --launcher warm -- 4")
-
-
 def test_a_package_is_run_by_its_main(project) -> None:
     text = "from .parts import double\nassert double(1) == 3, 'the main of the package ran'\n"
     write(project / "package", "__main__.py", text)

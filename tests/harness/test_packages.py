@@ -7,9 +7,9 @@ import pytest
 
 from rankproof.kept import KeptRun
 from rankproof.kept import _present_code as kept_code
-from rankproof.recipe import RecipeError, Settings, load_recipe
+from rankproof.recipe import RecipeError, Settings
 from rankproof.run import run
-from rankproof.sources import SourceError, Sources
+from rankproof.sources import Sources
 
 SETTINGS = 'recipes = "scripts"\ncontrols = "controls"\nimport_from = ["."]\n'
 FILES = {
@@ -95,18 +95,6 @@ def test_every_kind_of_import_is_followed(project: Path, line: str, found: set[s
     assert set(Sources.of_script(script, (project,)).files) == {"other", *found}
 
 
-def test_a_module_is_known_by_its_dotted_name_or_refused(project: Path) -> None:
-    found = Sources.of_module("library.arithmetic.twice", (project,)).files
-    assert set(found) == {
-        "library",
-        "library.arithmetic",
-        "library.arithmetic.twice",
-        "library.factors",
-    }
-    with pytest.raises(SourceError, match="no module library.gone"):
-        Sources.of_module("library.gone", (project,))
-
-
 def test_a_script_imports_the_package_of_its_project_whatever_is_installed(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,12 +106,6 @@ def test_a_script_imports_the_package_of_its_project_whatever_is_installed(
     monkeypatch.setenv("PYTHONPATH", str(elsewhere.parent.parent))
     report = run(recipe_of(project).path, 1, launcher="warm")
     assert report.ok, report.describe()
-
-
-def test_a_script_saves_if_a_module_of_its_package_does(project: Path) -> None:
-    assert not recipe_of(project).saves
-    edit(project, "library/factors.py", "TWO", "from torch.distributed.checkpoint import save\nTWO")
-    assert recipe_of(project).saves
 
 
 def test_an_edit_of_a_module_makes_kept_runs_stale(project: Path, tmp_path: Path) -> None:
@@ -169,15 +151,3 @@ def test_an_edit_of_a_file_that_the_script_does_not_import_is_refused(project: P
     recipe = recipe_of(project)
     with pytest.raises(RecipeError, match="uses.py does not import .*unrelated.py"):
         run(recipe.path, 1, launcher="warm", control=recipe.control("three_times"))
-
-
-def test_controls_may_be_of_a_script_elsewhere_which_they_name(project: Path) -> None:
-    proof = project / "proofs" / "uses.py"
-    proof.parent.mkdir()
-    proof.write_text((project / "scripts" / "uses.py").read_text())
-    assert not Settings.of(proof).load(proof).controls, "the file is for the script"
-    controls = project / "controls" / "uses.toml"
-    controls.write_text('script = "proofs/uses.py"\n' + controls.read_text())
-    assert Settings.of(proof).load(proof).controls
-    script = project / "scripts" / "uses.py"
-    assert not load_recipe(script, project / "controls").controls

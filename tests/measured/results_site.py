@@ -63,31 +63,6 @@ def measure(repo: Path, ranks: int = 2, rows: list[dict] | None = None, **more) 
     return path
 
 
-def trace(repo: Path, mode: str, **other) -> Path:
-    def event(name, lane, ts, dur, **args):
-        args = {"lane": lane, **args}
-        return {"ph": "X", "name": name, "pid": 0, "tid": 1, "ts": ts, "dur": dur, "args": args}
-
-    data = {
-        "otherData": {"device": "Test GPU", "ranks": 2, "torch": "2.11.0", "date": "2026-01-02"}
-        | OF_TODAY
-        | {"ours": True}
-        | other,
-        "traceEvents": [
-            event("step", "compute", 1000, 40_000),
-            event("save", "compute", 41_000, 20_000, stall=True),
-            event("step", "compute", 61_000, 40_000),
-            event("copy", "copy", 42_000, 18_000),
-            event("write", "write", 61_000, 90_000),
-            {"ph": "i", "name": "call returns", "ts": 61_000, "args": {"mark": True}},
-            {"ph": "X", "name": "not drawn", "ts": 0, "dur": 1e9, "args": {}},
-        ],
-    }
-    path = repo / "benchmarks" / "traces" / f"checkpoint_stall.{mode}.test-x2.json"
-    path.write_text(json.dumps(data))
-    return path
-
-
 def render(repo: Path, page: str) -> tuple[str, str]:
     """Build (or build again) a site of a page and a recipe's page; return HTML and warnings."""
     source = repo / "site"
@@ -125,24 +100,3 @@ def lint(repo: Path) -> subprocess.CompletedProcess:
 
 
 STALE = "Measured on an earlier version"
-
-
-def measured_steps(repo: Path) -> None:
-    rows = [
-        {
-            "name": name,
-            "tokens": tokens,
-            "step_s": tokens / 1e4,
-            "eta": 0.9,
-            "samples": {},
-            **OF_TODAY,
-            "ours": name == "streamed",
-        }
-        for name in ("resident", "streamed")
-        for tokens in (2048, 4096)
-    ]
-    rows = [row | {"bound_s": row["step_s"] * 0.9, "kept": row["tokens"] / 8192} for row in rows]
-    path = measure(
-        repo, rows=rows, benchmark="offload_step", workload={"ridge_tokens_forward": 3000}
-    )
-    path.rename(path.with_name("offload_step.test-x2.json"))

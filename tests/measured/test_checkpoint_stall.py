@@ -13,7 +13,6 @@ import pytest
 from benchmarks import measuring
 from benchmarks.checkpoint_stall import LEAD, Case, Measurement, Window, usual_steps
 from benchmarks.checkpoint_ways import Save, differences
-from benchmarks.measuring import medians
 
 ROOT = Path(__file__).resolve().parents[2]
 USUAL = 0.3  # seconds of a step
@@ -33,13 +32,6 @@ def window(
     save = Save(Path(), CALLED, CALLED + call, uploaded_at=CALLED + uploaded)
     save.staged_at = None if staged is None else CALLED + staged
     return Window(list(accumulate(steps, initial=0.0)), save)
-
-
-def test_steps_as_long_as_without_a_save_cost_nothing() -> None:
-    times = window().times([USUAL])
-    assert times["staging_cost_s"] == pytest.approx(0.0)
-    assert times["cost_s"] == pytest.approx(0.0)
-    assert times["upload_slowdown"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +81,6 @@ def test_steps_that_begin_beside_the_upload_are_its_slowdown(slow: int, seen: bo
     assert times["upload_slowdown"] == pytest.approx(7 / 6 if seen else 1.0)
 
 
-def test_an_upload_longer_than_the_window_counts_to_its_end() -> None:
-    assert window({STEPS - 1: 0.1}, uploaded=99.0).times([USUAL])["cost_s"] == pytest.approx(0.1)
-
-
 def test_a_step_is_compared_with_the_windows_around_it() -> None:
     rounds = [[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0], [3.0, 3.0, 3.0, 3.0]]
     assert usual_steps(rounds, 1) == pytest.approx([2.0] * 4)
@@ -109,13 +97,6 @@ def test_a_step_is_compared_with_steps_at_its_place() -> None:
     assert times["staging_cost_s"] == pytest.approx(0.0)
     assert times["cost_s"] == pytest.approx(0.0)
     assert times["upload_slowdown"] == pytest.approx(1.0)
-
-
-def test_samples_without_a_value_are_left_out_of_the_median() -> None:
-    samples = [{"cost_s": 1.0, "staged_s": None}, {"cost_s": 3.0, "staged_s": 0.5}]
-    row = medians(samples, ["cost_s"])
-    assert row["cost_s"] == 2.0 and row["cost_low_s"] is None and row["staged_s"] == 0.5
-    assert row["samples"] == {"cost_s": [1.0, 3.0], "staged_s": [None, 0.5]}
 
 
 def test_a_checkpoint_that_lacks_a_leaf_or_a_bit_is_not_the_same() -> None:

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks import join_rows
 from benchmarks.code_versions import code_of_today
 
@@ -29,37 +27,17 @@ def rows_of(folder: Path, *arguments: str, link: frozenset = frozenset()) -> dic
     return {(row["name"], row["model"], row["tokens"]): row for row in data["rows"]}
 
 
-@pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict]:
-    """The rows of one run, its file, and the rows when a second run has added its own."""
-    folder = tmp_path_factory.mktemp("rehearsed")
-    first = rows_of(folder, "--tasks", "link,eager", link=LINK)
-    (path,) = (folder / "results").glob("*.json")
-    data = json.loads(path.read_text())
-    compared = "bitwise,losses,sums,memory_fsdp2_in_place"
-    both = rows_of(folder, "--tasks", f"tuned,eager,synthetic,{compared}", link=LINK)
-    return first, data, both
-
-
-def test_windows_of_all_ways_become_rows_and_a_second_run_adds_what_is_missing(rehearsed) -> None:
-    first, data, both = rehearsed
+def test_windows_of_all_ways_become_rows_and_every_bit_is_compared(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "--tasks", "link,eager,bitwise,losses,sums", link=LINK)
     ways = {"no_communication", "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place"}
-    assert {name for name, *_ in first} == ways
-    row = first["fsdp2_in_place", "llama-tiny", 64]
+    assert {name for name, *_ in rows} == ways
+    row = rows["fsdp2_in_place", "llama-tiny", 64]
     assert len(row["samples"]["window_s"]) == row["pairs"] == 2
     assert row["efficiency"] > 0 and row["speed_over_fsdp2"] > 0
     assert row["speed_over_no_collectives"] > 0
     code = code_of_today()
     assert row["ours"] and (row["version"], row["commit"]) == (code["version"], code["commit"])
-    assert not first["fsdp2", "llama-tiny", 64]["ours"]
-    kept = "fsdp2_no_collectives", "llama-tiny", 64  # no other task measures it
-    assert both[kept]["samples"] == first[kept]["samples"]
-    assert both["fsdp2_tuned", "llama-tiny", 64]["efficiency"] > 0
-    assert both["fsdp2_in_place", "synthetic", 64]["efficiency"] > 0
-
-
-def test_every_bit_is_compared(rehearsed) -> None:
-    row = rehearsed[-1]["fsdp2_in_place", "llama-tiny", 64]
+    assert not rows["fsdp2", "llama-tiny", 64]["ours"]
     assert row["bitwise_steps"] == 5
     assert row["loss_difference"] == 0 and row["losses_steps"] == 20
     assert 0 <= row["sum_error"] < 1e-6
@@ -79,24 +57,3 @@ def test_rows_that_are_joined_leave_the_others_as_old_as_they_are(tmp_path) -> N
     join_rows.join(tmp_path / "elsewhere", {}, tmp_path)
     commits = {row["tokens"]: row["commit"] for row in json.loads(ours.read_text())["rows"]}
     assert commits == {1024: "old", 4096: "old", 8192: "new"}, "at 4096 the memory is older"
-
-
-@pytest.mark.parametrize("order", ["ab", "ba"])
-def test_of_two_folders_one_has_the_windows_and_the_other_the_memory(tmp_path, order) -> None:
-    older = "benchmarks", {"pairs": 8, "step_s": 2.0, "peak_device_bytes": 1}
-    samples = {"window_s": [1.0, 1.1]}
-    windows = "a", {"pairs": 8, "step_s": 1.0, "samples": samples}
-    memory = "b", {"peak_device_bytes": 2}
-    for folder, fields in (older, windows, memory):
-        code = {"version": "0.2.1", "commit": "abc"}
-        row = {"name": "fsdp2", **code, "tokens": 4096, "samples": {}} | fields
-        path = tmp_path / folder / "results" / "fsdp_overlap.h200-x2.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"rows": [row], "date": "now"}))
-    joined: dict = {}
-    for folder in order:
-        join_rows.join(tmp_path / folder, joined, tmp_path)
-    both = tmp_path / "benchmarks" / "results" / path.name
-    (row,) = json.loads(both.read_text())["rows"]
-    assert row["pairs"] == 8 and row["step_s"] == 1.0 and row["peak_device_bytes"] == 2
-    assert row["samples"] == samples

@@ -1,7 +1,6 @@
 """The verification record: what passed on an accelerator, and at which commit."""
 
 import json
-import os
 from pathlib import Path
 from threading import Barrier
 
@@ -10,7 +9,7 @@ import verify as verification
 import versions
 
 from rankproof.judge import Failure
-from rankproof.recipe import RecipeError, load_recipe
+from rankproof.recipe import load_recipe
 from rankproof.run import Report
 
 
@@ -103,19 +102,6 @@ def test_what_failed_beside_others_is_judged_by_a_run_of_its_own(machine, capsys
         assert f"{name} failed beside others; once more, by itself:" in said
 
 
-def test_what_fails_by_itself_too_stays_failed(machine):
-    machine.side_by_side = True
-    machine.broken.add("second")
-    status, ran, record = machine()
-    assert status == 1 and ran == sorted([*EVERYTHING, ("second", 1), ("second", 2)])
-    assert not record["second"]["ok"] and record["second"]["alone"]
-    assert record["second"]["failures"] == ["raised: it broke beside []"]
-    assert record["first"]["ok"] and "alone" not in record["first"]
-    machine.broken.clear()
-    machine.side_by_side = False
-    assert machine(go_on=True)[1] == [("second", 1), ("second", 2)]
-
-
 def test_go_on_runs_what_failed_and_all_at_another_commit(machine):
     machine.broken.add("second")
     machine()
@@ -125,19 +111,3 @@ def test_go_on_runs_what_failed_and_all_at_another_commit(machine):
     machine.code["commit"] = "def"
     assert machine(go_on=True)[1] == EVERYTHING
     assert machine()[1] == EVERYTHING
-
-
-def test_without_an_accelerator_there_is_nothing_to_verify(machine, monkeypatch):
-    monkeypatch.setattr(verification, "accelerators", lambda: ("", 0, "2.13.0"))
-    with pytest.raises(RecipeError, match="no accelerator here"):
-        machine()
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this system")
-def test_only_the_cores_that_this_process_may_use_count():
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(allowed)})
-    try:
-        assert verification.usable_cores() == 1
-    finally:
-        os.sched_setaffinity(0, allowed)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.workloads import LLAMAS, StockLoop, compile_blocks, llama, shard
+from benchmarks.workloads import LLAMAS, StockLoop, llama, shard
 
 LENGTH = 16  # tokens
 
@@ -33,15 +33,6 @@ def test_a_stock_loop_reads_in_forward_and_at_the_end_of_a_step(one_rank) -> Non
     assert loop.loss is not None
 
 
-def test_a_free_loop_reads_nothing(one_rank) -> None:
-    loop = tiny(reads=False)
-    with Reads() as reads:
-        loop.step()
-        loop.step()
-    assert reads.count == 0
-    assert loop.loss is None
-
-
 def test_both_loops_train_the_same_weights(one_rank) -> None:
     loops = [tiny(reads=reads) for reads in (True, False)]
     for loop in loops:
@@ -60,18 +51,6 @@ def test_the_rate_changes_in_every_step_and_the_tied_head_is_one_parameter(one_r
     assert len(set(rates)) == 3
     assert loop.model.lm_head.weight is loop.model.model.embed_tokens.weight
     assert all(p.dtype == torch.float32 for p in loop.parameters)
-
-
-def test_a_block_compiled_by_itself_trains(one_rank) -> None:
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    model = compile_blocks(llama("llama-tiny", "cpu"), backend=backend)
-    StockLoop(shard(model), LENGTH, LENGTH).step()
-    assert graphs
 
 
 @pytest.mark.parametrize(

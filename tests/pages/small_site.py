@@ -84,11 +84,7 @@ NO_CONTROLS = HELLO.replace("# .. recipe-controls::\n", "")
 BAD = {  # of tests/data/bad
     "raises": "a rank raised an exception",
     "hangs": "ranks were still running at the deadline",
-    "killed": "a rank was ended by a signal",
-    "exits_early": "a rank called sys.exit",
     "leaves_a_process": "a process outlived the script",
-    "leaves_a_thread": "a thread outlived the script",
-    "leaves_a_process_group": "a process group was not destroyed",
 }
 
 INDEX = """

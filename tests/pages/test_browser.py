@@ -1,4 +1,4 @@
-"""The real pages in Chromium: wide and narrow, light and dark."""
+"""The real pages in Chromium: what each promises, looked at in as few loads as it takes."""
 
 import contextlib
 import functools
@@ -13,11 +13,12 @@ from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from bs4 import BeautifulSoup
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from searches import SEARCHES
 from small_site import ROOT
 
-from rankproof.recipe import discover
+from rankproof.recipe import Recipe, discover
 
 pytestmark = pytest.mark.browser
 
@@ -81,23 +82,13 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture
-def theme() -> str:
-    return "light"
-
-
-@pytest.fixture
-def width() -> int:
-    return 375
-
-
 class Visit:
     """``visit(page)`` opens a page; what the browser complained about is in ``visit.seen``."""
 
-    def __init__(self, chromium: Browser, served: str, theme: str, width: int) -> None:
+    def __init__(self, chromium: Browser, served: str, theme: str = "light") -> None:
         self.served, self.seen = served, []
         self.context = chromium.new_context(
-            viewport={"width": width, "height": 900},
+            viewport={"width": NARROW, "height": 900},
             color_scheme=theme,
             permissions=["clipboard-read", "clipboard-write"],
         )
@@ -111,65 +102,59 @@ class Visit:
         self.seen.append(complaint)
 
     def __call__(self, page: str) -> Page:
+        self.tab.goto("about:blank")  # what the page before still asked for is not this one's
+        self.seen.clear()
         self.tab.goto(f"{self.served}/{page}.html", wait_until="load")
         return self.tab
 
+    def is_as_wide_as(self, width: int) -> bool:
+        self.tab.set_viewport_size({"width": width, "height": 900})
+        return self.tab.evaluate("document.documentElement.scrollWidth") <= width
 
-@pytest.fixture
-def visit(chromium: Browser, served: str, theme: str, width: int) -> Iterator[Visit]:
-    """A browser that has seen nothing yet, for a test that leaves something behind."""
-    visit = Visit(chromium, served, theme, width)
+
+@pytest.fixture(scope="session")
+def light(chromium: Browser, served: str) -> Iterator[Visit]:
+    """One tab for all that a page forgets when it is left; it keeps what all pages load."""
+    visit = Visit(chromium, served)
     yield visit
     visit.context.close()
 
 
-@pytest.fixture(scope="session")
-def tabs() -> Iterator[dict]:
-    """One tab for each look, which keeps what all pages load."""
-    tabs: dict[tuple[str, int], Visit] = {}
-    yield tabs
-    for visit in tabs.values():
-        visit.context.close()
-
-
 @pytest.fixture
-def look(chromium: Browser, served: str, theme: str, width: int, tabs: dict) -> Visit:
-    """The tab of this look, for a test that a page forgets when it is left."""
-    if (theme, width) not in tabs:
-        tabs[theme, width] = Visit(chromium, served, theme, width)
-    visit = tabs[theme, width]
-    visit.tab.goto("about:blank")  # what the page before still asked for is not this one's
-    visit.seen.clear()
-    return visit
+def visit(chromium: Browser, served: str) -> Iterator[Visit]:
+    """A browser that has seen nothing yet."""
+    visit = Visit(chromium, served)
+    yield visit
+    visit.context.close()
 
 
-TABLET = 768
-LOOKS = [("light", 1280), ("dark", 1280), ("dark", 375)]
+NARROW, TABLET, WIDE = 375, 768, 1280
 FIRST = next(iter(RECIPES))
-ONE_OF_EACH = ["index", "search", "recipes/index", SECTIONS[0], FIRST, *GUIDE]
-NARROW = [pytest.param(page, "light", 375, id=page) for page in PAGES]
-OTHERS = [
-    pytest.param(page, *look, id=f"{page}-{look[0]}-{look[1]}")
-    for page in ONE_OF_EACH
-    for look in LOOKS
-]
+TABLES_CUT_OFF = """() => {
+    const shown = [...document.querySelectorAll('article table')].filter((t) => t.checkVisibility())
+    const sticksOut = (t) => t.getBoundingClientRect().right
+        > t.closest('article').getBoundingClientRect().right + 1
+    const scrollsByItself = (t) => t.scrollWidth > t.clientWidth + 1
+    const cut = shown.filter((t) => sticksOut(t) || scrollsByItself(t))
+    return cut.map((t) => t.innerText.slice(0, 80))
+}"""
 
 
-@pytest.mark.parametrize(("page", "theme", "width"), [*NARROW, *OTHERS])
-def test_a_page_asks_nobody_complains_of_nothing_and_fits(look, page, width, theme):
-    """Every page narrow and light, one of each kind in every look; a recipe's ranks unfold."""
-    tab = look(page)
-    assert look.seen == []
-    for wide in (TABLET, width):
-        tab.set_viewport_size({"width": wide, "height": 900})
-        assert tab.evaluate("document.documentElement.scrollWidth") <= wide
-    shown = tab.evaluate("document.documentElement.dataset.theme")
-    assert shown == theme
-    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-    brightness = sum(map(int, background.removeprefix("rgb(").removesuffix(")").split(","))) / 3
-    assert brightness > 200 if theme == "light" else brightness < 60
-    if page not in RECIPES:
-        return
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_asks_nobody_complains_of_nothing_and_fits(light, page):
+    """Narrow and wide; on a recipe's page ranks unfold, and what is copied is the source."""
+    tab = light(page)
+    assert light.is_as_wide_as(TABLET) and light.is_as_wide_as(NARROW)
+    if page in RECIPES:
+        ranks_unfold(tab)
+    assert light.is_as_wide_as(WIDE)
+    assert tab.evaluate(TABLES_CUT_OFF) == []
+    if page in RECIPES:
+        copies_its_source(tab, RECIPES[page])
+    assert light.seen == []
+
+
+def ranks_unfold(tab: Page) -> None:
     ranks = tab.locator(".sphx-glr-script-out details.rank")
     assert ranks.nth(0).locator("pre").is_visible()
     for number in range(1, ranks.count()):
@@ -177,77 +162,45 @@ def test_a_page_asks_nobody_complains_of_nothing_and_fits(look, page, width, the
         assert not output.is_visible()
         ranks.nth(number).locator("summary").click()
         assert output.is_visible()
-    assert look.seen == []
 
 
-@pytest.mark.parametrize("width", [1280])
-@pytest.mark.parametrize("page", RECIPES)
-def test_the_copy_button_copies_the_source(look, page, width):
-    tab = look(page)
-    recipe = RECIPES[page]
+def copied_by(tab: Page, button: Locator) -> str:
+    tab.evaluate("navigator.clipboard.writeText('')")
+    button.click()
+    return tab.evaluate(CLIPBOARD_ONCE_FILLED).strip()
+
+
+def copies_its_source(tab: Page, recipe: Recipe) -> None:
     source = recipe.path.read_text()
-
-    def copied_by(button) -> str:
-        tab.evaluate("navigator.clipboard.writeText('')")
-        button.click()
-        return tab.evaluate(CLIPBOARD_ONCE_FILLED).strip()
-
     blocks = tab.locator("div.highlight-Python")
     assert blocks.count() > 0
-    first, last = blocks.nth(0), blocks.nth(blocks.count() - 1)
-    for block in (first, last):
+    for block in (blocks.nth(0), blocks.nth(blocks.count() - 1)):
         block.hover()
-        copied = copied_by(block.locator("button.copybtn"))
+        copied = copied_by(tab, block.locator("button.copybtn"))
         assert copied == block.locator("pre").inner_text().strip()
         assert copied in source
     assert tab.locator(".no-copy button.copybtn").count() == 0
-    command = tab.locator(".recipe-header")
-    copied = copied_by(command.locator("button.copybtn"))
+    copied = copied_by(tab, tab.locator(".recipe-header button.copybtn"))
     assert copied == f"torchrun --nproc-per-node={recipe.page_ranks} {recipe.path.name}"
 
 
-CONTROLS_SHOWN = """() => [...document.querySelectorAll("nav, header, footer, button")]
-    .filter((part) => part.getBoundingClientRect().height && !part.closest("article"))
-    .map((part) => part.outerHTML.slice(0, 80))"""
-CUT_OFF = """() => [...document.querySelectorAll("article .highlight pre")]
-    .filter((code) => code.scrollWidth > code.clientWidth).length"""
-FOLDED = """() => [...document.querySelectorAll("article details > :not(summary)")]
-    .filter((part) => !part.checkVisibility()).length"""
-
-
-@pytest.mark.parametrize("width", [800])
-def test_paper_has_all_of_the_article_and_nothing_to_click(visit, width):
-    tab = visit(FIRST)
-    for look in (CONTROLS_SHOWN, CUT_OFF, FOLDED):
-        assert tab.evaluate(look), "this look sees nothing"
-    tab.emulate_media(media="print")
-    assert tab.evaluate(CONTROLS_SHOWN) == []
-    assert tab.evaluate(CUT_OFF) == 0
-    assert tab.evaluate(FOLDED) == 0
-
-
-def test_the_search_finds_a_recipe_without_asking_anybody(visit):
-    tab = visit("search")
-    tab.goto(tab.url + "?q=checkpoint")
-    tab.locator("ul.search li a").first.wait_for()
-    assert visit.seen == []
-
-
 @pytest.mark.parametrize(("words", "page", "heading"), SEARCHES)
-def test_a_first_search_finds_the_symptom(look, words, page, heading):
-    look.tab.goto(f"{look.served}/search.html?q={quote(words)}")
-    first = look.tab.locator("ul.search li a").first
+def test_a_first_search_finds_the_symptom(light, built_site, words, page, heading):
+    tab = light("index")
+    tab.goto(f"{light.served}/search.html?q={quote(words)}")
+    first = tab.locator("ul.search li a").first
     first.wait_for()
     assert urlsplit(first.get_attribute("href")).path == f"{page}.html"
-    first.click()
-    look.tab.wait_for_url(f"**/{page}.html*")
-    headings = look.tab.locator("article :is(h1, h2)").all_text_contents()
-    assert [text for text in headings if heading in text]
+    found = BeautifulSoup((built_site / f"{page}.html").read_text(), "html.parser")
+    headings = found.select("article h1, article h2")
+    assert [each for each in headings if heading in each.text]
+    assert light.seen == []
 
 
-def test_the_menu_of_a_narrow_page_leads_to_a_recipe(visit):
-    first, *_, last = RECIPES
-    tab = visit(first)
+def test_the_menu_of_a_narrow_page_leads_to_a_recipe(light):
+    *_, last = RECIPES
+    tab = light(FIRST)
+    light.is_as_wide_as(NARROW)
     tab.locator("button.primary-toggle").click()
     tab.locator(f".bd-sidebar-primary a[href$='{Path(last).name}.html']").first.click()
     tab.wait_for_url(f"**/{Path(last).name}.html")
@@ -258,30 +211,28 @@ def test_the_menu_of_a_narrow_page_leads_to_a_recipe(visit):
 LARGEST_PAGE = 250_000  # bytes of HTML
 RESULTS, LARGEST_RESULTS = "guide/results", 400_000  # every measured row
 LARGEST_VISIT = 1_000_000  # bytes, packed, of a page and all that it loads
-OF_EACH_FOLDER = list({recipe.folder: page for page, recipe in RECIPES.items()}.values())
+OF_EACH_KIND = ["index", "search", FIRST, "guide/gains", "guide/defects"]
 
 
-@pytest.mark.parametrize("width", [1280])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("page", [*ONE_OF_EACH, *OF_EACH_FOLDER])
-def test_axe_finds_nothing(look, page, theme, width):
+def test_axe_finds_nothing_wide_in_either_theme_and_sees_what_is_wrong(chromium, served, theme):
     """All of its rules, none switched off; whatever unfolds is unfolded."""
-    tab = look(page)
-    tab.evaluate("for (const d of document.querySelectorAll('article details')) d.open = true")
-    found = Axe().run(tab).response["violations"]
-    assert [(rule["id"], rule["nodes"][0]["html"]) for rule in found] == []
-
-
-def test_axe_sees_what_is_wrong(visit):
-    tab = visit("index")
+    visit = Visit(chromium, served, theme)
+    for page in OF_EACH_KIND:
+        tab = visit(page)
+        visit.is_as_wide_as(WIDE)
+        assert tab.evaluate("document.documentElement.dataset.theme") == theme
+        tab.evaluate("for (const d of document.querySelectorAll('article details')) d.open = true")
+        found = Axe().run(tab).response["violations"]
+        assert [(page, rule["id"], rule["nodes"][0]["html"]) for rule in found] == []
     tab.evaluate("""document.querySelector('article').insertAdjacentHTML('beforeend',
         '<img src="_static/img/favicon.svg"><p style="color: #999; background: #fff">pale</p>')""")
     found = {rule["id"] for rule in Axe().run(tab).response["violations"]}
     assert found == {"image-alt", "color-contrast"}
+    visit.context.close()
 
 
-@pytest.mark.parametrize("width", [1280])
-def test_a_first_visit_is_light_and_soon_ready(visit, built_site, width):
+def test_a_first_visit_is_light_and_soon_ready(visit, built_site):
     asked: set[str] = set()
 
     def note(request) -> None:
@@ -293,6 +244,7 @@ def test_a_first_visit_is_light_and_soon_ready(visit, built_site, width):
     visit("index")
     tab.wait_for_load_state("networkidle")
     tab.remove_listener("request", note)
+    asked.discard("blank")
     sizes = {path: len(gzip.compress((built_site / path[1:]).read_bytes())) for path in asked}
     assert "/index.html" in sizes and len(sizes) > 10
     assert sum(sizes.values()) <= LARGEST_VISIT
@@ -303,65 +255,23 @@ def test_a_first_visit_is_light_and_soon_ready(visit, built_site, width):
     assert {page: size for page, size in heavy.items() if size > LARGEST_PAGE} == {}
 
 
-TABLES_CUT_OFF = """() => {
-    const shown = [...document.querySelectorAll('article table')].filter((t) => t.checkVisibility())
-    const sticksOut = (t) => t.getBoundingClientRect().right
-        > t.closest('article').getBoundingClientRect().right + 1
-    const scrollsByItself = (t) => t.scrollWidth > t.clientWidth + 1
-    const cut = shown.filter((t) => sticksOut(t) || scrollsByItself(t))
-    return cut.map((t) => t.innerText.slice(0, 80))
-}"""
-
-
-@pytest.mark.parametrize("width", [1280])
-def test_no_column_of_a_table_is_cut_off(look, width):
-    found = {page: look(page).evaluate(TABLES_CUT_OFF) for page in PAGES}
-    assert {page: tables for page, tables in found.items() if tables} == {}
-
-
-@pytest.mark.parametrize("width", [1280])
-@pytest.mark.parametrize("page", ["guide/gains", RESULTS])
-def test_a_cell_that_is_too_wide_is_seen(visit, page, width):
-    tab = visit(page)
-    tab.evaluate("""document.querySelector('article table td').insertAdjacentHTML('beforeend',
-        '<div style="width: 3000px">wide</div>')""")
-    assert tab.evaluate(TABLES_CUT_OFF)
-
-
 # -- what moves ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [1280])
-@pytest.mark.parametrize("question", range(3))
-def test_from_the_landing_page_to_copied_code_in_two_clicks(visit, question, width):
-    tab = visit("index")
-    tab.locator(".questions .sd-card").nth(question).click()
+def test_from_the_landing_page_to_copied_code_in_two_clicks(light):
+    tab = light("index")
+    light.is_as_wide_as(WIDE)
+    tab.locator(".questions .sd-card").first.click()
     tab.wait_for_url("**/recipes/**")
-    tab.evaluate("navigator.clipboard.writeText('')")
     code = "article div[class*='highlight-']:not(.highlight-bash):not(.no-copy)"
     block = tab.locator(code).first
     block.hover()
-    block.locator("button.copybtn").click()
-    assert tab.evaluate(CLIPBOARD_ONCE_FILLED).strip() == block.locator("pre").inner_text().strip()
+    copied = copied_by(tab, block.locator("button.copybtn"))
+    assert copied == block.locator("pre").inner_text().strip()
 
 
-TIMELINES = [p for p, r in RECIPES.items() if ".. timeline::" in r.path.read_text()]
-
-
-def test_a_trace_is_drawn_larger_and_small_again(visit):
-    tab = visit(TIMELINES[0])
-    svg = tab.locator("figure.lanes:has(.zoom) svg:visible").first
-    width = svg.evaluate("e => e.getBoundingClientRect().width")
-    tab.get_by_role("button", name="Larger").first.click()
-    assert svg.evaluate("e => e.getBoundingClientRect().width") > 1.8 * width
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 375
-    tab.get_by_role("button", name="Smaller").first.click()
-    assert svg.evaluate("e => e.getBoundingClientRect().width") == pytest.approx(width)
-    assert visit.seen == []
-
-
-def test_a_line_is_toggled_and_its_failure_is_beside_the_code(visit):
-    tab = visit(FIRST)
+def test_a_line_is_toggled_and_its_failure_is_beside_the_code(light):
+    tab = light(FIRST)
     button = tab.get_by_role("button", name="Show it in the code").first
     removed = button.locator("xpath=ancestor::*[contains(@class, 'recipe-control')]")
     lines = removed.locator(".highlight-diff pre").inner_text().splitlines()
@@ -378,4 +288,4 @@ def test_a_line_is_toggled_and_its_failure_is_beside_the_code(visit):
     tab.keyboard.press("Enter")
     assert shown.count() == 0
     assert button.evaluate("e => e === document.activeElement")
-    assert visit.seen == []
+    assert light.seen == []

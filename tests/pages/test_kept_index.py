@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 EXTENSIONS = Path(__file__).resolve().parents[2] / "_ext"
 PAGE = "{name}\n=====\n\n.. index:: single: words of {name}\n\nText.\n"
 
@@ -17,12 +15,10 @@ def build(source: Path) -> str:
     return (source / "out" / "searchindex.js").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("kept", [True, False])
 def test_a_second_build_keeps_the_entries_of_pages_that_did_not_change(
-    tmp_path: Path, kept: bool
+    tmp_path: Path,
 ) -> None:
-    extensions = ["kept_index"] if kept else []
-    settings = f"import sys\nsys.path.insert(0, {str(EXTENSIONS)!r})\nextensions = {extensions}\n"
+    settings = f"import sys\nsys.path.insert(0, {str(EXTENSIONS)!r})\nextensions = ['kept_index']\n"
     (tmp_path / "conf.py").write_text(settings)
     (tmp_path / "index.rst").write_text("Index\n=====\n\n.. toctree::\n\n   one\n   other\n")
     for name in ("one", "other"):
@@ -30,4 +26,4 @@ def test_a_second_build_keeps_the_entries_of_pages_that_did_not_change(
     assert "words of other" in build(tmp_path)
     with (tmp_path / "one.rst").open("a") as page:
         page.write("\nMore text.\n")
-    assert ("words of other" in build(tmp_path)) == kept
+    assert "words of other" in build(tmp_path)
