@@ -47,7 +47,6 @@ check: environment ## Judge every recipe on two ranks, and run the fast tests
 	@$(PY) -m pytest tests -n $(JOBS) --dist worksteal --check $(PYTEST_ARGS)
 
 soak: environment ## Strike saves TRIALS times (500), resume, and count what is lost; SEED=1
-	@PYTHONPATH=tests $(PY) -m faults.chaos --control
 	@PYTHONPATH=tests $(PY) -m faults.soak --trials $(or $(TRIALS),500) --seed $(or $(SEED),1)
 
 installed: environment ## Install the harness into a bare environment and use it there (weekly)

@@ -120,15 +120,6 @@ def test_a_parameter_without_state_has_none_after_a_load(tmp_path, when) -> None
     assert later.train(5).equals(job.train(5))
 
 
-def test_a_job_goes_back_to_a_save_before_a_layers_first_gradient(tmp_path) -> None:
-    job = Job()
-    job.frozen.requires_grad_(False)
-    job.train(3)
-    job.frozen.requires_grad_()
-    job.save(tmp_path).load(tmp_path, 3)  # the layer has no state on either side
-    assert len(job.optimizers[0].state) == 2
-
-
 def test_optimizers_without_state_come_back_with_their_rates(tmp_path) -> None:
     def two(parameters) -> list:
         first, *others = parameters
@@ -149,29 +140,6 @@ def test_two_optimizers_of_one_parameter_are_refused(tmp_path) -> None:
 
     with pytest.raises(ValueError, match="two optimizers hold one parameter"):
         Job(two).train(2).app.state_dict()
-
-
-def test_a_weight_that_is_twice_in_one_group_is_no_second_optimizer() -> None:
-    job = Job(lambda parameters: torch.optim.AdamW([p := next(parameters), p]))
-    assert list(job.train(2).app.state_dict()["optim"]["state"]) == ["0.weight"]
-
-
-def test_groups_are_as_at_the_save_or_the_load_says_so(tmp_path) -> None:
-    def two(parameters) -> torch.optim.Optimizer:
-        first, *others = parameters
-        return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.2}])
-
-    def one(parameters) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.3)
-
-    def some(parameters) -> torch.optim.Optimizer:
-        return torch.optim.SGD([next(parameters)], lr=0.3)
-
-    Job(two).train(2).save(tmp_path)
-    with pytest.raises(ValueError, match="load into the groups of the save"):
-        Job(one).load(tmp_path, 2)
-    with pytest.raises(ValueError, match="no room here for the checkpoint's state of"):
-        Job(some).load(tmp_path, 2)
 
 
 def test_a_parameter_that_the_checkpoint_does_not_know_is_told(tmp_path) -> None:
@@ -215,44 +183,6 @@ def test_a_load_changes_no_weight_by_the_step_that_makes_state(tmp_path) -> None
 
     job = Job(without_eps).train(2).save(tmp_path)
     assert Job(without_eps).load(tmp_path, 2).equals(job)
-
-
-class Failing(torch.optim.SGD):
-    def step(self, closure=None) -> None:
-        raise RuntimeError("no step without a closure")
-
-
-def test_a_first_state_that_fails_leaves_the_rate_as_it_was() -> None:
-    job = Job(lambda parameters: Failing(parameters, lr=0.1))
-    saved = job.app.state_dict()["optim"]
-    assert saved["param_groups"][0]["lr"] == 0.1 and not saved["state"]
-    assert job.optimizers[0].param_groups[0]["lr"] == 0.1
-
-
-def test_frozen_parameters_without_state_stay_as_they_are(tmp_path) -> None:
-    """They may be of a dtype that takes no gradient, and so many that a moment is no room."""
-    job = Job().train(0)
-    job.frozen.requires_grad_(False)
-    job.train(2).save(tmp_path)
-    later = Job()
-    later.frozen.requires_grad_(False)
-    thawed, grad = [], torch.nn.Parameter.requires_grad_
-
-    def watched(self, requires_grad: bool = True) -> torch.Tensor:
-        thawed.append(requires_grad)
-        return grad(self, requires_grad)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.Parameter, "requires_grad_", watched)
-        later.load(tmp_path, 2)
-    assert not thawed and not later.frozen.weight.requires_grad
-    assert later.train(4).equals(job.train(4))
-
-
-def test_optimizers_come_as_a_list_or_a_tuple() -> None:
-    model = nn.Linear(2, 2)
-    optimizers = torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias])
-    assert len(TrainingState(model, optimizers).state_dict()["optim"]["param_groups"]) == 2
 
 
 class Wrapping(torch.optim.Optimizer):

@@ -1,9 +1,6 @@
 """A load says all that differs before it changes anything, and gives back what was saved."""
 
-import collections
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from selection import with_library
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
@@ -111,12 +107,6 @@ def test_all_that_differs_is_said_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_another_type_is_a_difference(tmp_path: Path) -> None:
-    saved(tmp_path, layers())
-    lines = refusal(fresh(layers().bfloat16()), tmp_path)
-    assert "0.bias: bfloat16 [4], saved float32 [4]" in lines
-
-
 def test_parameters_of_other_optimizers_are_a_difference(tmp_path: Path) -> None:
     saved(tmp_path, layers())
     model = layers()
@@ -156,27 +146,6 @@ def test_a_load_lets_no_optimizer_step(tmp_path: Path) -> None:
     other.optimizers[0].register_step_pre_hook(lambda *_: pytest.fail("it has stepped"))
     load({"app": other}, tmp_path)
     assert same_job(job, other)
-
-
-def test_a_parameter_without_state_at_the_save_has_none_after_the_load(tmp_path: Path) -> None:
-    model = layers()
-    model.unused = nn.Parameter(torch.ones(3))
-    job = saved(tmp_path, model)
-    other = layers(1)
-    other.unused = nn.Parameter(torch.zeros(3))
-    its = fresh(other)
-    load({"app": its}, tmp_path)
-    assert same_job(job, its)
-    assert other.unused not in its.optimizers[0].state
-
-
-def test_state_of_parameters_that_are_frozen_by_now_is_loaded(tmp_path: Path) -> None:
-    job = saved(tmp_path, layers())
-    other = layers(1)
-    its = fresh(other)
-    other[0].requires_grad_(False)
-    load({"app": its}, tmp_path)
-    assert same_job(job, its)
 
 
 def test_types_of_moments_are_those_of_the_save(tmp_path: Path) -> None:
@@ -220,65 +189,6 @@ def test_weights_and_moments_that_are_made_of_tensors_come_back_as_one(tmp_path:
         assert torch.equal(expected.a, here.a) and torch.equal(expected.b, here.b)
 
 
-def flat(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """FSDP1 with the names of its parameters; the second layer is frozen behind a step."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step(model, optimizer)
-    model.module[1].requires_grad_(False)
-    return model, optimizer
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_a_load_of_fsdp1_gives_frozen_layers_their_state_and_leaves_them_frozen(tmp_path) -> None:
-    model, optimizer = flat(0)
-    dcp.save({"app": TrainingState(model, optimizer)}, checkpoint_id=tmp_path)
-    other, others = flat(1)
-    load({"app": TrainingState(other, others)}, tmp_path)
-    pairs = list(zip(model.parameters(), other.parameters(), strict=True))
-    assert [mine.requires_grad for _, mine in pairs] == [True, True, False, False]
-    for expected, here in pairs:
-        assert torch.equal(expected, here)
-        momentum = optimizer.state[expected]["momentum_buffer"]
-        assert torch.equal(momentum, others.state[here]["momentum_buffer"])
-
-
-SHARDED_BY_FSDP1 = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.fsdp import FullyShardedDataParallel
-
-from overlap_recipes.checkpoint import CheckpointManager, TrainingState
-
-dist.init_process_group("gloo")
-wrapped = {"device_id": torch.device("cpu"), "use_orig_params": True}
-for resumed in (0, 1):
-    model = FullyShardedDataParallel(nn.Linear(4, 4), **wrapped)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = TrainingState(model, optimizer)
-    with CheckpointManager(ROOT, state, grace_s=None) as checkpoints:
-        assert checkpoints.resume() == resumed
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        assert isinstance(state.state_dict()["model"]["weight"], ShardedTensor)
-        checkpoints.save(resumed + 1).result()
-dist.destroy_process_group()
-"""
-
-
-def test_a_manager_saves_and_resumes_sharded_tensors_of_fsdp1(tmp_path: Path) -> None:
-    """They have a shape and a type, and neither ``numel`` nor ``nbytes``."""
-    script = tmp_path / "sharded_by_fsdp1.py"
-    script.write_text(f"ROOT = {str(tmp_path / 'run')!r}\n{SHARDED_BY_FSDP1}")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    ran = subprocess.run([sys.executable, *command], env=with_library(), capture_output=True)
-    assert ran.returncode == 0, ran.stderr.decode()
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("wrapped", ["a layer", "the model"])
 def test_flat_parameters_are_refused_before_a_save_that_no_job_could_load(wrapped: str) -> None:
@@ -304,24 +214,6 @@ def test_lists_and_dicts_come_back_though_they_are_empty_here(tmp_path: Path) ->
     assert torch.equal(its.state["by"][7]["a"], torch.ones(1))
 
 
-def test_a_schedule_keeps_its_milestones(tmp_path: Path) -> None:
-    """DCP makes names of the numbers, and the rate would never change."""
-
-    def scheduled(seed: int) -> tuple[TrainingState, torch.optim.lr_scheduler.MultiStepLR]:
-        model = layers(seed)
-        optimizer = adam(model)
-        step(model, optimizer)
-        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3 + seed])
-        return TrainingState(model, optimizer, scheduler=schedule), schedule
-
-    job, schedule = scheduled(0)
-    dcp.save({"app": job}, checkpoint_id=tmp_path)
-    other, again = scheduled(1)
-    load({"app": other}, tmp_path)
-    assert again.milestones == schedule.milestones
-    assert type(again.milestones) is collections.Counter
-
-
 def test_keys_that_a_checkpoint_cannot_keep_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"not \(1, 2\) \(in ema\)"):
         saved(tmp_path, layers(), ema=Kept({(1, 2): 3}))
@@ -339,21 +231,6 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     load({"app": fresh(layers())}, tmp_path)
     # ``layers`` seeds torch before the load
     assert drawn() == expected
-
-
-def test_steps_are_counted_by_subclasses_too(tmp_path: Path) -> None:
-    class Mine(TrainingState):
-        def advance(self) -> None:
-            self.step += 1
-
-    model = layers()
-    job = Mine(model, adam(model))
-    job.advance()
-    dcp.save({"app": job}, checkpoint_id=tmp_path)
-    other = layers()
-    its = Mine(other, adam(other))
-    load({"app": its}, tmp_path)
-    assert its.step == 1
 
 
 def test_several_schedulers_come_as_a_list(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The first save is prepared beside the first steps, and that changes nothing of the training."""
 
-import copy
 import logging
 import threading
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from overlap_recipes.checkpoint import preparation as preparation_module
 from overlap_recipes.checkpoint import saves as saves_module
 from overlap_recipes.checkpoint import staging as staging_module
 from overlap_recipes.checkpoint.copies import PinnedArena
@@ -143,19 +141,6 @@ def test_nothing_is_asked_for_before_every_optimizer_has_state() -> None:
     assert len(second.state) == 2
 
 
-def test_an_optimizer_of_something_else_begins_no_preparation() -> None:
-    """One that steps on this rank alone would begin it on this rank alone."""
-    job, other = Job(), Job()
-    with Saves(CPU) as saves:
-        prepared = saves.prepare({"app": job.app})
-        job.step()
-        for _ in range(3):
-            other.step()
-        assert not prepared.running() and not prepared.done()
-        job.step()
-        prepared.result(60)
-
-
 def test_a_save_before_its_preparation_has_ended_waits_and_says_so(tmp_path, gate, caplog) -> None:
     job = Job()
     with Saves(CPU) as saves, caplog.at_level(logging.WARNING):
@@ -167,19 +152,6 @@ def test_a_save_before_its_preparation_has_ended_waits_and_says_so(tmp_path, gat
         assert gate.is_set(), "it has not waited"
         done.result()
     assert "a save waited" in caplog.text and loads(tmp_path / "step2", job)
-
-
-def test_a_save_before_the_second_step_needs_no_preparation(tmp_path) -> None:
-    job = Job()
-    with Saves(CPU) as saves:
-        prepared = saves.prepare({"app": job.app})
-        job.step()
-        saves.save({"app": job.app}, tmp_path / "step1").result()
-        assert prepared.cancelled() and loads(tmp_path / "step1", job)
-        job.step()
-        job.step()
-        saves.save({"app": job.app}, tmp_path / "step3").result()
-    assert loads(tmp_path / "step3", job)
 
 
 def test_memory_that_cannot_be_had_is_told_before_the_save(monkeypatch, tmp_path, caplog) -> None:
@@ -201,29 +173,6 @@ def test_memory_that_cannot_be_had_is_told_before_the_save(monkeypatch, tmp_path
     assert loads(tmp_path / "step2", job)
 
 
-def test_a_state_that_has_changed_since_its_preparation_is_saved_as_it_is(tmp_path) -> None:
-    job = Job()
-    with Saves(CPU) as saves:
-        prepared = saves.prepare({"app": job.app})
-        job.step()
-        job.step()
-        prepared.result(60)
-        job.optimizers[0].load_state_dict(copy.deepcopy(job.optimizers[0].state_dict()))
-        job.step()
-        saves.save({"app": job.app}, tmp_path / "step3").result()
-    assert loads(tmp_path / "step3", job)
-
-
-def test_a_block_that_ends_beside_a_preparation_ends(gate) -> None:
-    job = Job()
-    with Saves(CPU) as saves:
-        prepared = saves.prepare({"app": job.app})
-        job.step()
-        job.step()
-        threading.Timer(0.2, gate.set).start()
-    assert prepared.done()
-
-
 def test_a_second_preparation_is_refused(tmp_path) -> None:
     """Two would make buffers on two threads."""
     job = Job()
@@ -235,24 +184,6 @@ def test_a_second_preparation_is_refused(tmp_path) -> None:
         saves.save({"app": job.app}, tmp_path / "step1").result()
         with pytest.raises(RuntimeError, match="prepare once"):
             saves.prepare({"app": job.app})
-
-
-def test_an_interrupted_preparation_keeps_no_save_waiting(tmp_path, monkeypatch) -> None:
-    job = Job()
-
-    def interrupted(*_) -> None:
-        raise KeyboardInterrupt
-
-    with Saves(CPU) as saves:
-        prepared = saves.prepare({"app": job.app})
-        job.step()
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(preparation_module, "read", interrupted)
-            job.step()
-        assert isinstance(prepared.exception(60), RuntimeError)
-        job.step()
-        saves.save({"app": job.app}, tmp_path / "step").result(60)
-    assert loads(tmp_path / "step", job)
 
 
 def bytes_of_a_save() -> int:
@@ -279,16 +210,6 @@ def test_saves_lock_the_memory_of_one_whatever_moves(tmp_path, monkeypatch) -> N
         like = {"x": torch.ones(1 << 20)}
         dcp.load(like, checkpoint_id=tmp_path / f"step{step}")
         assert like["x"].eq(step).all()
-
-
-def test_a_save_that_the_memory_does_not_hold_is_refused(tmp_path) -> None:
-    nbytes = bytes_of_a_save()
-    with Saves(CPU, host_bytes=nbytes - 1) as saves:
-        lost = saves.save({"x": torch.ones(1 << 20)}, tmp_path / "step1")
-        with pytest.raises(RuntimeError, match=f"needs {nbytes} bytes, host_bytes is {nbytes - 1}"):
-            lost.result()
-        assert saves.staging.arena is None
-        saves.writing.failures.clear()
 
 
 def test_a_state_is_saved_again_behind_one_that_the_memory_did_not_hold(tmp_path) -> None:

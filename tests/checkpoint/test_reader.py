@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import logging
 import math
 import os
 import subprocess
@@ -28,9 +27,7 @@ from overlap_recipes.checkpoint import (
     entries,
     reader,
 )
-from overlap_recipes.checkpoint.checked_files import BLOCK, read_manifest
-from overlap_recipes.checkpoint.loading import choose, load_newest
-from overlap_recipes.checkpoint.stores.directory import Directory
+from overlap_recipes.checkpoint.checked_files import BLOCK
 from overlap_recipes.checkpoint.stores.store import step_of
 from rankproof.run import run
 
@@ -125,53 +122,6 @@ def test_another_type_or_stride_of_the_target_is_filled_as_dcp_does(tmp_path: Pa
     own = loaded(tmp_path, {"wide": wide, "turned": turned})
     assert torch.equal(wide, weights.double()) and torch.equal(turned, weights)
     assert own.read_bytes == 0
-
-
-def test_a_target_of_one_element_may_have_any_stride(tmp_path: Path) -> None:
-    dcp.save({"x": torch.ones(1)}, checkpoint_id=tmp_path)
-    target = torch.zeros(2)[::2]
-    assert loaded(tmp_path, {"x": target}).read_bytes == 4
-    assert target.item() == 1
-
-
-def test_what_dcp_reads_is_logged_with_its_bytes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    dcp.save({"turned": torch.randn(6, 8).t(), "plain": torch.ones(4)}, checkpoint_id=tmp_path)
-    with caplog.at_level(logging.INFO, reader.__name__):
-        own = loaded(tmp_path, {"turned": torch.zeros(8, 6), "plain": torch.zeros(4)})
-    said = f"16 bytes read by threads, {own.other_bytes} in 1 entries as DCP does"
-    assert said in caplog.text
-
-
-def test_autograd_counts_a_load(tmp_path: Path) -> None:
-    dcp.save({"x": torch.ones(4)}, checkpoint_id=tmp_path)
-    x = torch.zeros(4)
-    loaded(tmp_path, {"x": x})
-    assert x._version == 1
-
-
-class Own(torch.Tensor):
-    """A class with a storage as any other."""
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        TwoTensor(torch.ones(4), torch.zeros(4)),
-        torch.ones(4).as_subclass(Own),
-        torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=False),
-    ],
-    ids=["two inner tensors", "class", "sparse"],
-)
-def test_a_class_of_its_own_is_not_taken_for_its_storage(
-    tmp_path: Path, tensor: torch.Tensor
-) -> None:
-    """``data.pkl`` names another function than that of a plain tensor."""
-    torch.save(tensor, tmp_path / "file")
-    data = (tmp_path / "file").read_bytes()
-    assert entries.place_of(lambda begin, size: data[begin : begin + size], len(data)) is None
 
 
 def test_two_inner_tensors_come_back_or_their_name_is_said(tmp_path: Path) -> None:
@@ -398,35 +348,6 @@ def test_what_says_where_rows_lie_is_checked_though_the_rows_lie_in_other_blocks
         own.read_data(plan_of_rows(index, 3, BLOCK), OneTarget(target))
 
 
-def test_resume_takes_the_one_before_a_damaged_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """No byte was read to choose; the damage is found by the load, logged, and set aside."""
-    with KeptSaves(tmp_path) as saves:
-        for step in (1, 2):
-            saves.save({"x": torch.full((9,), float(step))}, step)
-    damaged = tmp_path / "step2" / "__0_0.distcp"
-    flip(damaged, damaged.stat().st_size // 2)
-    store = Directory(tmp_path)
-    assert choose(store) == 2
-    state = {"x": torch.zeros(9)}
-    with pytest.raises(DamagedCheckpoint, match="step2/__0_0.distcp"):
-        load_newest(state, store, 2, ())
-    assert load_newest(state, store, None, ()) == 1
-    assert torch.equal(state["x"], torch.ones(9)) and "step2 is damaged" in caplog.text
-    assert len(list(tmp_path.glob("step2.set-aside-*"))) == 1
-    first = tmp_path / "step1" / "__0_0.distcp"
-    flip(first, first.stat().st_size // 2)
-    with pytest.raises(DamagedCheckpoint, match="there is no older checkpoint"):
-        load_newest(state, store, None, ())
-
-
-def test_a_manifest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    golden = DATA / "golden" / "2026-11-26" / "step3"
-    files = read_manifest("manifest.0.json", lambda name: (golden / name).open("rb"))["files"]
-    assert "sha256" in files["__0_0.distcp"]
-
-
 def numbers(*shape: int) -> torch.Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
 
@@ -490,9 +411,4 @@ def test_states_by_chance_load_as_with_dcp() -> None:
 
 def test_hsdp_and_tensor_parallel_load_under_each_other() -> None:
     report = run(DATA / "load_meshes.py", 4, launcher="warm", deadline_s=200)
-    assert report.ok, report.describe()
-
-
-def test_no_damaged_checkpoint_of_ours_loads_wrong() -> None:
-    report = run(DATA / "damaged_loads.py", 2, launcher="warm", args=("12", "1"), deadline_s=200)
     assert report.ok, report.describe()

@@ -7,10 +7,8 @@ and no test waits for the device before it has saved: that would hide what is lo
 
 import importlib
 import json
-import random
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -219,41 +217,3 @@ def test_copies_are_pinned_and_beside_compute_on_another_stream(saver, tmp_path)
         for p in matmuls
     )
     assert beside > 0.8 * copied, f"{beside:.0f} of {copied:.0f} µs of copies beside products"
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def test_a_hundred_saves_with_random_pauses(saver, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("_toys"), "HIDDEN", 1024)
-    made = saver()
-    pause = random.Random(0)
-    after_first = None
-    for number in range(100):
-        made.queue_work(pause.choice([0.0, 0.005, 0.02]))
-        made.step()
-        made.save()
-        time.sleep(pause.choice([0.0, 0.0, 0.01, 0.05]))
-        if number == 0:
-            made.finish()
-            after_first = resident_bytes()
-    made.finish()
-    grown = resident_bytes() - after_first
-    steps = sorted(made.expected)[-100:]
-    assert all(made.right(step) for step in steps)
-    state = made.basic.staged_bytes(made.app)
-    assert grown < state, f"{grown} bytes more than after the first save of {state} bytes"
-
-
-def test_a_save_draws_no_random_number(saver):
-    """A CUDA graph may hold the state of the generator; that of a save must not move it."""
-    made = saver()
-    made.step()
-    torch.cuda.manual_seed(0)
-    expected = [torch.rand(4, device="cuda") for _ in range(3)]
-    torch.cuda.manual_seed(0)
-    for numbers in expected:
-        assert torch.equal(torch.rand(4, device="cuda"), numbers)
-        made.save()
-    made.finish()

@@ -12,9 +12,8 @@ SCRIPT = Path(__file__).parents[2] / "tools" / "stress_saves.py"
 @pytest.mark.parametrize(
     "saves,ways",
     [
-        (60, ["overlapped"]),
+        (12, ["overlapped", "async_save", "pinned_staging", "default_stager"]),
         pytest.param(200, ["overlapped"], marks=pytest.mark.all_models),
-        (12, ["async_save", "pinned_staging", "default_stager"]),
     ],
 )
 def test_every_checkpoint_is_right_and_memory_is_flat(saves: int, ways: list[str]) -> None:

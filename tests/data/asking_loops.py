@@ -75,24 +75,6 @@ def asks_twice(job: Job, leaving: Preemption) -> None:
             break
 
 
-def asks_on_some_lines(job: Job, leaving: Preemption) -> None:
-    while job.step < STEPS:
-        job.train()
-        if job.step % SAVE_EVERY == 0 or leaving.agreed():
-            job.save()
-        if leaving.agreed():
-            break
-
-
-def asks_in_some_steps(job: Job, leaving: Preemption) -> None:
-    while job.step < STEPS:
-        job.train()
-        if job.step % 2 == 0 and leaving.agreed():
-            job.save()
-        if job.step % 2 == 0 and leaving.agreed():
-            break
-
-
 def asks_at_the_top(job: Job, leaving: Preemption) -> None:
     while job.step < STEPS and not leaving.agreed():
         job.train()
@@ -114,8 +96,6 @@ def asks_beside_every_backward(job: Job, leaving: Preemption) -> None:
 LOOPS: list[Callable[[Job, Preemption], None]] = [
     stores_the_answer,
     asks_twice,
-    asks_on_some_lines,
-    asks_in_some_steps,
     asks_at_the_top,
     asks_beside_every_backward,
 ]

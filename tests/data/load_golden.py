@@ -1,4 +1,4 @@
-"""Load the checkpoints of a folder of ``golden``, and compare every bit with what was saved.
+"""Load the checkpoints of folders of ``golden``, and compare every bit with what was saved.
 
 They were written on two ranks, with torch 2.13. Of November 26: ``step2`` by ``Saves`` with a
 ``TrainingState``, ``step3`` by ``DurableSaves`` with a ``Run``. Of 0.2.1: ``root`` by
@@ -80,11 +80,12 @@ def compare(state: dict, expected: dict[str, str]) -> None:
     print(f"{len(found)} leaves as they were saved")
 
 
-def main(golden: Path) -> None:
-    expected = json.loads((golden / "expected.json").read_text())
+def main(folders: list[Path]) -> None:
     dist.init_process_group("gloo")
     try:
-        OF_FOLDER[golden.name](golden, expected)
+        for golden in folders:
+            expected = json.loads((golden / "expected.json").read_text())
+            OF_FOLDER[golden.name](golden, expected)
     finally:
         dist.destroy_process_group()
 
@@ -152,4 +153,4 @@ OF_FOLDER = {
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([Path(name) for name in sys.argv[1:]])

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from facing import face  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
@@ -334,6 +336,21 @@ def nothing_to_train(root: Path, device: torch.device) -> None:
     refused([first, second], "rank 0 holds nothing of what optimizer 1 trains")
 
 
+def sharded_by_fsdp1(root: Path, device: torch.device) -> None:
+    """Its tensors have a shape and a type, and neither ``numel`` nor ``nbytes``."""
+    warnings.simplefilter("ignore", FutureWarning)  # of torch, of which there is no way around
+    for resumed in (0, 1):
+        model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=device, use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = TrainingState(model, optimizer)
+        with CheckpointManager(root, state, grace_s=None) as checkpoints:
+            assert checkpoints.resume() == resumed
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            assert isinstance(state.state_dict()["model"]["weight"], ShardedTensor)
+            checkpoints.save(resumed + 1).result()
+
+
 def not_shared(root: Path, device: torch.device) -> None:
     """Each host has another directory under the root's name; and a store in each one's memory."""
     own = root / f"host{dist.get_rank()}"
@@ -345,35 +362,14 @@ def not_shared(root: Path, device: torch.device) -> None:
     assert not [name for name in left if name.startswith("probe")], left
 
 
-def foreign_step(root: Path, device: torch.device) -> None:
-    """A file of the user's own beside the commits is none; behind any error no rank waits."""
+def error_of_a_store(root: Path, device: torch.device) -> None:
+    """Whatever it raises, no rank waits."""
     url = f"file://{root}"
     run(Job(sharded), url, 2)
-    if dist.get_rank() == 0:
-        (root / "step7.json").write_text('{"loss": 1.0}')
-    dist.barrier()
-    with CheckpointManager(url, Job(sharded).state) as checkpoints:
-        assert checkpoints.resume() == 2
     broken = mock.patch.object(Objects, "wrong", side_effect=KeyError("data"))
     with broken, CheckpointManager(url, Job(sharded).state) as checkpoints:
         raises(RuntimeError, f"cannot resume from {url}: 'data'", checkpoints.resume)
 
 
-TROUBLES = (
-    goes_on,
-    ddp,
-    room_for_one_checkpoint,
-    load_in_a_group,
-    other_steps,
-    late_rank,
-    later_difference,
-    batch_norm,
-    failed_step,
-    full_disk,
-    nothing_to_train,
-    not_shared,
-    foreign_step,
-)
-
 if __name__ == "__main__":
-    face(TROUBLES)
+    face(globals())

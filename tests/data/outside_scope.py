@@ -209,12 +209,5 @@ def checkpoints_of_other_jobs(root: Path, device: torch.device) -> None:
     )
 
 
-TROUBLES = (
-    state_dicts_that_ranks_do_not_share,
-    state_dicts_of_other_things,
-    jobs_that_do_not_come_back,
-    checkpoints_of_other_jobs,
-)
-
 if __name__ == "__main__":
-    face(TROUBLES)
+    face(globals())

@@ -94,4 +94,4 @@ def unsent(root: Path, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    face((values, errors, unsent))
+    face(globals())

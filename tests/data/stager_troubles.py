@@ -1,9 +1,7 @@
-"""What can go wrong around `Saves`; prints a line for each trouble that it survives."""
+"""What can go wrong around `Saves`; the arguments name it."""
 
 import sys
-import tempfile
 import threading
-from collections import namedtuple
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -16,9 +14,10 @@ import _toys as basic  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from facing import face  # noqa: E402
 from raising import raised  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
 from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
@@ -28,46 +27,30 @@ from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
 from overlap_recipes.checkpoint.talk import Talk  # noqa: E402
 from overlap_recipes.checkpoint.writer import FileWriter  # noqa: E402
 from overlap_recipes.checkpoint.writing import (  # noqa: E402
-    Begun,
-    Job,
     Target,  # noqa: E402
-    Writing,
 )
 
 basic.WIDTH, basic.HIDDEN = 16, 64
 
 
-READ = saves_module.read
-
-
 class Gated(FileWriter):
-    """Writes wait for `gates[directory name]`, fail by `faults`, and are counted."""
+    """Writes wait for `gates[directory name]`, and are counted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gates: dict[str, threading.Event] = {}
-        self.faults: dict[str, BaseException] = {}
         self.began: list[str] = []
         self.at_gate = threading.Event()
         self.under_way = self.most_under_way = 0
-        self.states: list[dict] = []
-        self.fault: BaseException | None = None
-
-    def write_files(self, *args) -> list:
-        if self.fault is not None:
-            raise self.fault
-        return super().write_files(*args)
 
     def write(self, state: dict, target: Target, talk: Talk, threads: int) -> None:
         name = Path(target.name).name
         self.began.append(name)
-        self.states.append(state)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         if name in self.gates:
             self.at_gate.set()
             assert self.gates[name].wait(30)
-        self.fault = self.faults.get(name)
         try:
             super().write(state, target, talk, threads)
         finally:
@@ -106,44 +89,6 @@ def an_older_checkpoint_of_the_name_is_replaced_whole(root: Path, device: torch.
             run.step_and_save(saves)
         run.right()
     assert sorted(path.name for path in root.iterdir()) == ["step1"]
-
-
-def a_failed_save_is_told_on_every_rank_and_costs_no_other(
-    root: Path, device: torch.device
-) -> None:
-    run = Run(root, device)
-    gated = Gated()
-    with Saves(device, run.app.model.buffers(), writer=gated) as saves:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            gated.faults["step2"] = OSError(28, "No space left on device")
-        futures = [run.step_and_save(saves) for _ in range(4)]
-        told = raised(saves.wait)
-        assert "No space left" in str(told), repr(told)
-        assert [future.exception() is None for future in futures] == [True, False, True, True]
-        saves.wait()
-    del run.expected["step2"]
-    run.right()
-    assert not (root / "step2").exists()
-
-
-def a_rank_that_does_not_know_its_tensors_is_told_to_all(root: Path, device: torch.device) -> None:
-    run = Run(root, device)
-    with Saves(device, run.app.model.buffers()) as saves:
-        run.step_and_save(saves)
-        state = {"x": torch.ones(2, device=device), "y": torch.zeros(2, device=device)}
-        saves_module.read = forget_one_on_the_last_rank
-        assert "KeyError" in str(saves.save(state, root / "unknown").exception(30))
-        saves_module.read = READ
-        saves.writing.failures.clear()
-        run.step_and_save(saves)
-    run.right()
-
-
-def forget_one_on_the_last_rank(state: dict, tensors: list[torch.Tensor]) -> object:
-    read = READ(state, tensors)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        tensors.pop()
-    return read
 
 
 def a_rank_that_cannot_stage_is_told_to_all(root: Path, device: torch.device) -> None:
@@ -195,36 +140,6 @@ def a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong(
     assert sorted(path.name for path in root.iterdir()) == ["step1", "step2"]
 
 
-def a_save_that_has_not_begun_when_one_rank_ends_is_told_to_all(
-    root: Path, device: torch.device
-) -> None:
-    begin = Writing.begin
-
-    def held_back(self: Writing, job: Job) -> Begun:
-        assert gate.wait(30)
-        return begin(self, job)
-
-    run, gate = Run(root, device), threading.Event()
-    saves_module.EXIT_S = 0.1
-    Writing.begin = held_back
-    try:
-        with Saves(device, run.app.model.buffers()) as saves:
-            dropped = run.step_and_save(saves)
-            if dist.get_rank() == 0:
-                raise KeyError("one rank ends")
-            gate.set()
-            raised(saves.wait)
-    except KeyError:
-        gate.set()
-    finally:
-        saves_module.EXIT_S = 30.0
-    assert "ended by an exception" in str(dropped.exception(30))
-    Writing.begin = begin
-    close(saves)
-    dist.barrier()
-    assert not list(root.iterdir())
-
-
 def an_upload_that_outlives_its_group_has_no_name(root: Path, device: torch.device) -> None:
     run, gate, gated = Run(root, device), threading.Event(), Gated()
     saves_module.EXIT_S = 0.1
@@ -246,19 +161,6 @@ def an_upload_that_outlives_its_group_has_no_name(root: Path, device: torch.devi
         assert not (root / "step1").exists()
     else:
         run.right()
-
-
-def a_tensor_that_grew_is_planned_anew(root: Path, device: torch.device) -> None:
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks,))
-    with Saves(device) as saves:
-        for rows in (2 * ranks - 1, 2 * ranks, 1, 0):
-            full = torch.arange(2.0 * rows).view(rows, 2)
-            saves.save({"x": distribute_tensor(full, mesh, [Shard(0)])}, root / f"rows{rows}")
-    for rows in (2 * ranks - 1, 2 * ranks, 1):
-        loaded = {"x": distribute_tensor(torch.zeros(rows, 2), mesh, [Shard(0)])}
-        dcp.load(loaded, checkpoint_id=root / f"rows{rows}")
-        assert torch.equal(loaded["x"].full_tensor(), torch.arange(2.0 * rows).view(rows, 2))
 
 
 # -- one rank ---------------------------------------------------------------------------------
@@ -320,14 +222,6 @@ def a_rank_whose_state_cannot_be_read_mixes_no_two_saves(root: Path, device: tor
     right(root, device, {"latest": bits})
 
 
-def ranks_that_name_other_directories_are_told(root: Path, device: torch.device) -> None:
-    """As when each rank puts its own time of day into the name."""
-    with Saves(device) as saves:
-        saves.save({"x": torch.ones(2, device=device)}, root / f"{dist.get_rank()}" / "step1")
-        assert "have called save for others than" in str(raised(saves.wait))
-    assert not list(root.glob("*/step1"))
-
-
 def a_save_in_inference_mode_is_a_save(root: Path, device: torch.device) -> None:
     run = Run(root, device)
     with Saves(device, run.app.model.buffers()) as saves:
@@ -368,43 +262,6 @@ def other_strides_over_the_same_memory_are_noticed(root: Path, device: torch.dev
         loaded = {"x": torch.zeros(4, 4, device=device)}
         dcp.load(loaded, checkpoint_id=root / name, no_dist=True)
         assert torch.equal(loaded["x"], bits), name
-
-
-def a_device_without_an_index_is_the_current_one(root: Path, device: torch.device) -> None:
-    run = Run(root, device)
-    with Saves(torch.device(device.type), run.app.model.buffers()) as saves:
-        run.step_and_save(saves)
-        assert saves.device == torch.empty(0, device=device).device
-        snapshots = [copy for copy, _ in saves.staging.plan.snapshots if copy.dim() > 0]
-    assert len(snapshots) <= 2  # the buffers of forward and no more
-    run.right()
-
-
-def a_save_after_an_interrupted_wait_waits_for_its_buffers(
-    root: Path, device: torch.device
-) -> None:
-    run, gated = Run(root, device), Gated()
-    with Saves(device, run.app.model.buffers(), writer=gated) as saves:
-        gate = gated.gates["step1"] = threading.Event()
-        run.step_and_save(saves)
-        wait = saves_module.wait
-
-        def interrupted(*_):
-            raise KeyboardInterrupt
-
-        saves_module.wait = interrupted
-        assert isinstance(raised(lambda: run.step_and_save(saves)), KeyboardInterrupt)
-        saves_module.wait = wait
-        with opened_by_a_wait(gate):
-            saves.save({"app": run.app}, root / "step2")
-        assert "KeyboardInterrupt" in str(raised(saves.wait))
-    run.right()
-
-
-def saves_outside_the_block_are_refused(root: Path, device: torch.device) -> None:
-    saves = Saves(device)
-    assert "with Saves" in str(raised(lambda: saves.save({}, root / "x")))
-    close(saves)
 
 
 def close(saves: Saves) -> None:
@@ -483,49 +340,6 @@ def weights_that_moved_are_saved_where_they_are(root: Path, device: torch.device
             assert all(torch.equal(a, b) for a, b in pairs), move.__name__
 
 
-def leaves_of_every_kind_are_as_they_were(root: Path, device: torch.device) -> None:
-    pair = namedtuple("pair", "a b")
-    tied = nn.Parameter(torch.randn(300, 1024, device=device))
-    sparse = torch.eye(3, device=device).to_sparse()
-    state = {
-        "size": torch.Size([2, 3]),
-        "pair": pair(torch.ones(2, device=device), "text"),
-        "list": [1, 2.5, None, torch.tensor(7, device=device)],
-        "kinds": [
-            torch.tensor([True, False], device=device),
-            torch.randn(5, dtype=torch.bfloat16, device=device),
-            torch.randn(3, dtype=torch.complex64, device=device),
-            torch.randn(3, dtype=torch.float64, device=device),
-            torch.randn(4, device=device).to(torch.float8_e4m3fn),
-            torch.empty(0, 3, device=device),
-            torch.randn(3, 4, device=device).t(),
-            torch.randn(1024, 512, device=device).t(),
-            torch.arange(3, dtype=torch.uint8, device=device),
-        ],
-        "embedding": tied,
-        "head": tied,
-        "sparse": sparse,
-    }
-    states = []
-
-    class Keeps(FileWriter):
-        def write(self, state: dict, target: Target, talk: Talk, threads: int) -> None:
-            states.append(state)
-
-    with Saves(device, writer=Keeps()) as saves:
-        saves.save(state, root / "kinds").result(30)
-        (staged,) = states
-        for tensor, host in zip(state["kinds"], staged["kinds"], strict=True):
-            as_bits = [t.contiguous().view(torch.uint8).flatten().cpu() for t in (tensor, host)]
-            assert host.shape == tensor.shape and host.dtype == tensor.dtype
-            assert torch.equal(*as_bits), tensor.dtype
-        assert staged["size"] == state["size"] and type(staged["size"]) is torch.Size
-        assert staged["pair"].b == "text" and torch.equal(staged["pair"].a.cpu(), torch.ones(2))
-        assert staged["list"][:3] == state["list"][:3] and int(staged["list"][3]) == 7
-        assert torch.equal(staged["sparse"].to_dense().cpu(), torch.eye(3))
-        assert staged["head"].data_ptr() == staged["embedding"].data_ptr()
-
-
 def numbers_on_the_device_are_read_at_the_save(root: Path, device: torch.device) -> None:
     rate, counter = torch.tensor(0.5, device=device), torch.tensor(7, device=device)
     rates = torch.tensor([0.5], device=device)
@@ -537,17 +351,6 @@ def numbers_on_the_device_are_read_at_the_save(root: Path, device: torch.device)
     loaded = {"rate": torch.zeros(()), "rates": torch.zeros(1), "counter": torch.tensor(0)}
     dcp.load(loaded, checkpoint_id=root / "numbers")
     assert [tensor.item() for tensor in loaded.values()] == [0.5, 0.5, 7], loaded
-
-
-def threads_are_told_their_device(root: Path, device: torch.device) -> None:
-    told: dict[str, object] = {}
-    streams = torch.get_device_module(device)
-    set_device = streams.set_device
-    streams.set_device = lambda named: told.update({threading.current_thread().name: named})
-    with Saves(device) as saves:
-        saves.save({"x": torch.ones(2, device=device)}, root / "x")
-    streams.set_device = set_device
-    assert set(told.values()) == {device} and "write" in told, told
 
 
 def a_tensor_of_other_ranks_is_left_to_them(root: Path, device: torch.device) -> None:
@@ -568,45 +371,5 @@ def a_tensor_of_other_ranks_is_left_to_them(root: Path, device: torch.device) ->
         assert torch.equal(found["all"], whole * step), step
 
 
-ON_ALL_RANKS = (
-    an_older_checkpoint_of_the_name_is_replaced_whole,
-    a_failed_save_is_told_on_every_rank_and_costs_no_other,
-    a_rank_whose_state_cannot_be_read_mixes_no_two_saves,
-    a_rank_that_cannot_stage_is_told_to_all,
-    a_rank_that_does_not_know_its_tensors_is_told_to_all,
-    ranks_that_name_other_directories_are_told,
-    a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong,
-    a_save_that_has_not_begun_when_one_rank_ends_is_told_to_all,
-    an_upload_that_outlives_its_group_has_no_name,
-    a_tensor_that_grew_is_planned_anew,
-    a_tensor_of_other_ranks_is_left_to_them,
-)
-ON_ONE_RANK = (
-    a_buffer_is_not_filled_while_it_is_written,
-    a_save_in_inference_mode_is_a_save,
-    a_directory_that_is_no_checkpoint_is_not_replaced,
-    other_strides_over_the_same_memory_are_noticed,
-    a_device_without_an_index_is_the_current_one,
-    a_save_after_an_interrupted_wait_waits_for_its_buffers,
-    saves_outside_the_block_are_refused,
-    every_optimizer_is_ordered_and_none_afterwards,
-    weights_that_moved_are_saved_where_they_are,
-    leaves_of_every_kind_are_as_they_were,
-    numbers_on_the_device_are_read_at_the_save,
-    threads_are_told_their_device,
-)
-
 if __name__ == "__main__":
-    device = basic.start_rank()
-    troubles = ON_ALL_RANKS if dist.get_world_size() > 1 else ON_ONE_RANK
-    with tempfile.TemporaryDirectory() as temporary:
-        root = basic.directory_of_rank_0(Path(temporary))
-        for trouble in troubles:
-            if sys.argv[1:] not in ([], ["all"], [trouble.__name__]):
-                continue
-            place = root / trouble.__name__
-            place.mkdir(exist_ok=True)
-            trouble(place, device)
-            dist.barrier()
-            print(f"survived {trouble.__name__}", flush=True)
-    dist.destroy_process_group()
+    face(globals())

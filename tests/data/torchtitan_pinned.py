@@ -2,10 +2,8 @@
 
 On a CPU, two things stand in for what needs an accelerator, and neither touches the order of the
 copy: the stager gets the options that it accepts there, and a thread uploads instead of a process.
-``--ordered`` makes the staging thread wait for the step, which torchtitan does not.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,30 +27,14 @@ class StagerOnCPU(DefaultStager):
 
 
 class TrainState:
-    """The first value of the state: with ``event``, copying it orders the copies behind it."""
-
-    def __init__(self, ordered: bool) -> None:
-        self.ordered = ordered
-
     def state_dict(self) -> dict:
-        event = torch.get_device_module("cpu").Event()
-        event.record()
-        return {"step": After(event) if self.ordered else 0}
+        return {"step": 0}
 
     def load_state_dict(self, state_dict: dict) -> None:
         pass
 
 
-class After:
-    def __init__(self, event) -> None:
-        self.event = event
-
-    def __deepcopy__(self, memo: dict) -> int:
-        torch.get_device_module("cpu").current_stream().wait_event(self.event)
-        return 0
-
-
-def main(directory: Path, ordered: bool) -> None:
+def main(directory: Path) -> None:
     torchtitan_dcp.DefaultStager = StagerOnCPU
     torchtitan_dcp.AsyncCheckpointerType = SimpleNamespace(PROCESS=AsyncCheckpointerType.THREAD)
     dist.init_process_group("gloo")
@@ -77,12 +59,10 @@ def main(directory: Path, ordered: bool) -> None:
         model_parts=[model],
         optimizers=optimizers,
         lr_schedulers=schedulers,
-        states={"train_state": TrainState(ordered)},
+        states={"train_state": TrainState()},
         sd_adapter=None,
     )
-    manager.states = {"train_state": manager.states.pop("train_state")} | {
-        key: state for key, state in manager.states.items() if state is not None
-    }
+    manager.states = {key: state for key, state in manager.states.items() if state is not None}
     for step in range(1, 5):
         model(torch.ones(4, 32)).square().mean().backward()
         manager.maybe_wait_for_staging()
@@ -97,9 +77,5 @@ def main(directory: Path, ordered: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--dir", type=Path)
-    parser.add_argument("--ordered", action="store_true")
-    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        main(options.dir or Path(temporary), options.ordered)
+        main(Path(temporary))

@@ -77,14 +77,6 @@ class Plans:
         assert self.in_saves == 0, f"saves made {self.in_saves} plans"
 
 
-class PlaceOfRank:
-    def state_dict(self) -> dict:
-        return {"place": dist.get_rank(), f"of_rank_{dist.get_rank()}": dist.get_rank()}
-
-    def load_state_dict(self, state: dict) -> None:
-        pass
-
-
 def torchtitan() -> dict[str, Callable[[Path], None]]:
     import torchtitan_checkpointer as recipe
 
@@ -118,14 +110,6 @@ def torchtitan() -> dict[str, Callable[[Path], None]]:
         for setting in {"async_mode": "async_with_pinned_mem"}, {"folder": "s3://bucket/run"}:
             error = raised(lambda setting=setting: training(root, **setting))
             assert isinstance(error, ValueError), (setting, error)
-
-    def new_buffers(root: Path) -> None:
-        """``model.to`` gives a model new buffers; the manager asks for those of now."""
-        run = training(root)
-        run.model.register_buffer("late", torch.zeros(3))
-        found = run.checkpointer.saves.staging.changed_by_forward()
-        run.checkpointer.close()
-        assert any(buffer is run.model.late for buffer in found), "of those before alone"
 
     def interrupted(root: Path) -> None:
         """Ctrl-C: torchtitan's program ends without ``close``, and the save is finished."""
@@ -175,7 +159,9 @@ def torchtitan() -> dict[str, Callable[[Path], None]]:
     def ranks_differ(root: Path) -> None:
         """What torchtitan would give to all ranks, and differs, fails the first save."""
         run = training(root)
-        run.checkpointer.states["mine"] = PlaceOfRank()
+        place = SimpleNamespace(state_dict=lambda: {"place": dist.get_rank()})
+        place.load_state_dict = lambda state: None
+        run.checkpointer.states["mine"] = place
         error = raised(run.train)
         assert isinstance(error, RuntimeError) and "mine.place" in str(error), repr(error)
         dist.barrier()
@@ -183,8 +169,7 @@ def torchtitan() -> dict[str, Callable[[Path], None]]:
     recipe.start_rank.device = recipe.start_rank("troubles")
     troubles = (
         ranks_differ,
-        first_save_is_prepared,
-        *(leftovers_do_not_count, refused, new_buffers, interrupted),
+        *(first_save_is_prepared, leftovers_do_not_count, refused, interrupted),
         killed_in_the_last_save,
     )
     return {f.__name__: f for f in troubles}
@@ -237,18 +222,6 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         assert names(root) == ["last.ckpt", "step=4.ckpt"], names(root)
         assert same(local(model), local(fit(trainer(), resume=str(root / "last.ckpt")))), "older"
 
-    def after_fit(root: Path) -> None:
-        """``trainer.save_checkpoint`` saves when training has ended, too."""
-        train = trainer()
-        model = fit(train)
-        train.save_checkpoint(root / "after.ckpt")
-        assert same(local(model), local(fit(trainer(), resume=str(root / "after.ckpt"))))
-
-    def another_name_on_each_rank(root: Path) -> None:
-        """A metric in the name may differ between ranks; Lightning takes the name of rank 0."""
-        fit(trainer(ModelCheckpoint(root, f"of-{dist.get_rank()}", every_n_train_steps=2)))
-        assert names(root) == ["of-0.ckpt"], names(root)
-
     def closure_called_again(root: Path) -> None:
         """LBFGS calls its closure several times a step, and wants new gradients each time."""
 
@@ -263,50 +236,6 @@ def lightning() -> dict[str, Callable[[Path], None]]:
             trainer(strategy=strategy).fit(model, recipe.Batches())
             trained.append(local(model))
         assert same(*trained), "other weights than with ModelParallelStrategy"
-
-    def failed_write(root: Path) -> None:
-        """The error at the end of ``fit`` is that of the write."""
-        write = LightningFiles.write
-
-        def full(self: LightningFiles, *args: object) -> None:
-            raise FULL
-
-        LightningFiles.write = full
-        error = raised(lambda: fit(trainer(ModelCheckpoint(root, "last", every_n_train_steps=2))))
-        LightningFiles.write = write
-        assert "No space left" in str(error), repr(error)
-
-    def same_name_in_flight(root: Path) -> None:
-        """Two callbacks with one pattern: the second takes another name, as without this class.
-
-        Otherwise the first deletes what the second wants to keep.
-        """
-        named = threading.Event()
-        write, save = LightningFiles.write, Saves.save
-
-        class Held(OverlappedStrategy):
-            def on_train_end(self) -> None:
-                named.set()  # whoever saves next has chosen the name
-                super().on_train_end()
-
-            def file_exists(self, *args: object) -> bool:
-                named.set()
-                return super().file_exists(*args)
-
-        def save_held(self: Saves, *args: object) -> object:
-            named.clear()
-            return save(self, *args)
-
-        def held(self: LightningFiles, *args: object) -> None:
-            named.wait(60)
-            write(self, *args)
-
-        LightningFiles.write, Saves.save = held, save_held
-        one = ModelCheckpoint(root, "{step}", every_n_train_steps=1)
-        all_of_them = ModelCheckpoint(root, "{step}", every_n_train_steps=2, save_top_k=-1)
-        fit(trainer(one, all_of_them, strategy=Held))
-        LightningFiles.write, Saves.save = write, save
-        assert names(root) == ["step=2-v1.ckpt", "step=4-v1.ckpt", "step=4.ckpt"], names(root)
 
     def last_is_a_link(root: Path) -> None:
         """``save_last="link"`` links to what is complete, however late the write is."""
@@ -367,55 +296,6 @@ def lightning() -> dict[str, Callable[[Path], None]]:
             assert same(local(resumed), local(fit(trainer(on_exception)))), "another run"
             assert names(root) == [], "a finished fit removes it"
 
-    def saved_on_exception_behind_another(root: Path) -> None:
-        """It is written, too, if the save before it still is when training raises."""
-        first, last = threading.Event(), threading.Event()
-        wait, write = library.wait, LightningFiles.write
-
-        def held(self: LightningFiles, state: dict, target: Target, *rest: object) -> None:
-            gate = last if "exception" in Path(target.name).name else first
-            assert gate.wait(60)
-            write(self, state, target, *rest)
-
-        def open_first_and_wait(uploads: list) -> object:
-            first.set()
-            return wait(uploads)
-
-        def open_and_wait(uploads: list) -> object:
-            if not all(upload.done() for upload in uploads):
-                first.set()
-                last.set()
-            return wait(uploads)
-
-        class Stops(Callback):
-            def on_train_batch_end(self, trainer: recipe.Trainer, *_: object) -> None:
-                if trainer.global_step == 3:
-                    writing = trainer.strategy.saves.writing
-                    writing.thread = SimpleNamespace(
-                        join=lambda limit: None, is_alive=lambda: False
-                    )
-                    raise RuntimeError("stop")
-
-        library.wait, saves_module.wait = open_and_wait, open_first_and_wait
-        LightningFiles.write = held
-        checkpoints = ModelCheckpoint(root, "{step}", every_n_train_steps=2)
-        error = raised(lambda: fit(trainer(Stops(), checkpoints, OnExceptionCheckpoint(root))))
-        library.wait = saves_module.wait = wait
-        LightningFiles.write = write
-        last.set()
-        assert "stop" in str(error), repr(error)
-        assert names(root) == ["on_exception.ckpt", "step=2.ckpt"], names(root)
-
-    def raised_before_setup(root: Path) -> None:
-        """The error is the caller's own, not that of a clean-up of what was never set up."""
-
-        class Stops(Callback):
-            def setup(self, *_: object, **__: object) -> None:
-                raise ValueError("mine")
-
-        error = raised(lambda: fit(trainer(Stops())))
-        assert isinstance(error, ValueError) and "mine" in str(error), repr(error)
-
     def half_deleted(root: Path) -> None:
         """A run that is killed while it deletes the old checkpoint resumes from the new one."""
         remove = TorchCheckpointIO.remove_checkpoint
@@ -430,19 +310,6 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         train = trainer(ModelCheckpoint(root, checkpoints, every_n_train_steps=2))
         resumed = fit(train, resume="last")
         assert train.global_step == 4 and same(local(model), local(resumed)), "not the last"
-
-    def raised_behind_a_save(root: Path) -> None:
-        """The old checkpoint goes when the new one is complete, without a save after that."""
-
-        class Stops(Callback):
-            def on_train_batch_end(self, trainer: recipe.Trainer, *_: object) -> None:
-                if trainer.global_step == 3:
-                    library.wait([trainer.strategy.saves.latest])
-                    raise RuntimeError("stop")
-
-        one = ModelCheckpoint(root, "{step}", every_n_train_steps=1)
-        assert "stop" in str(raised(lambda: fit(trainer(one, Stops()))))
-        assert names(root) == ["step=2.ckpt"], names(root)
 
     def failed_deletion(root: Path) -> None:
         """What cannot be deleted stays, under another name, and training goes on."""
@@ -512,21 +379,9 @@ def lightning() -> dict[str, Callable[[Path], None]]:
 
     recipe.start_rank("troubles")
     troubles = (
-        first_save_is_prepared,
-        each_rank_has_its_own,
-        sharded_in_a_callback,
-        *(one_name, after_fit, another_name_on_each_rank, closure_called_again, failed_write),
-        *(
-            same_name_in_flight,
-            last_is_a_link,
-            saved_on_exception,
-            saved_on_exception_behind_another,
-            raised_before_setup,
-            half_deleted,
-            raised_behind_a_save,
-            failed_deletion,
-            failed_beside_another,
-        ),
+        *(first_save_is_prepared, each_rank_has_its_own, sharded_in_a_callback, one_name),
+        *(closure_called_again, last_is_a_link, saved_on_exception, half_deleted),
+        *(failed_deletion, failed_beside_another),
     )
     return {f.__name__: f for f in troubles}
 

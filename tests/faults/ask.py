@@ -25,15 +25,6 @@ def trials(scratch: Path, count: str, seed: str) -> list[dict]:
     return [observer.trial(n, *observer.plan(n, int(seed))) for n in range(int(count))]
 
 
-def again(scratch: Path, number: str, seed: str) -> list[dict]:
-    """One trial, twice: what it struck must be the same."""
-    observer = soak.Observer(scratch)
-    results = []
-    for _ in range(2):
-        results.append(observer.trial(int(number), *observer.plan(int(number), int(seed))))
-    return results
-
-
 def killed(scratch: Path, name: str = "") -> dict:
     """A kill just before a checkpoint gets its name, with a line of the recipes edited or not."""
     edit = edits.BY_KILL[name] if name else None
@@ -54,25 +45,6 @@ def preempted(scratch: Path, *names: str) -> dict:
     from faults.preempted import case
 
     return {name: case(scratch, name) for name in names}
-
-
-def stranger(scratch: Path, *kinds: str) -> dict:
-    """See :mod:`faults.strangers`."""
-    from faults import strangers
-
-    answers = {}
-    for kind in kinds:
-        root = scratch / kind.replace(" ", "-")
-        told = soak.run_ranks(strangers.train, 2, root.with_suffix(".job"), (root, kind))
-        logs = [file.read_text()[-3000:] for file in root.with_suffix(".job").glob("*.log")]
-        answers[kind] = {"ended": told.ended, "logs": logs, "hung": told.hung}
-    return answers
-
-
-def ways_out(scratch: Path) -> dict:
-    from faults import strangers
-
-    return strangers.ways_out(scratch)
 
 
 def trouble(scratch: Path, name: str) -> dict:
@@ -122,7 +94,7 @@ def answer(what: str, *arguments: object) -> int:
 
 def main() -> None:
     with contextlib.suppress(ImportError):  # of transformers
-        from faults import strangers  # noqa: F401 (imported here, not by each rank)
+        from faults import stock  # noqa: F401 (imported here, not by each rank)
     serve(answer)
 
 

@@ -21,28 +21,7 @@ WITHIN_SAVES = 3  # an interruption strikes in one of so many saves from the sta
 TARGETS = ("planning", "writing", "metadata", "rename", "pointer", "deletion", "step")
 
 
-class Run:
-    """A training state with the parts that a loop needs by name."""
-
-    def __init__(self, model, optimizer, schedule) -> None:
-        self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-        self.state = TrainingState(model, *self.optimizers, schedule=schedule)
-
-    @property
-    def step(self) -> int:
-        return self.state.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.state.step = step
-
-    @property
-    def samples(self) -> int:
-        return SAMPLES_A_STEP * self.step
-
-
-def build(dropout: float) -> Run:
+def build(dropout: float) -> TrainingState:
     """Tied head, clipped gradients, warm-up; ``dropout`` in the attention makes chance count."""
     config = LlamaConfig(
         hidden_size=32,
@@ -64,33 +43,34 @@ def build(dropout: float) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 9))
     torch.manual_seed(1 + dist.get_rank())
-    return Run(model, optimizer, schedule)
+    return TrainingState(model, optimizer, schedule=schedule)
 
 
-def train_step(run: Run) -> float:
+def train_step(run: TrainingState) -> float:
     """On the next samples of one stream; the mean loss of all ranks."""
-    own = range(run.samples + dist.get_rank(), run.samples + SAMPLES_A_STEP, dist.get_world_size())
-    rows = [
-        torch.randint(64, (LENGTH,), generator=torch.Generator().manual_seed(sample))
-        for sample in own
-    ]
+    first = run.step * SAMPLES_A_STEP
+    rows = []
+    for sample in range(first + dist.get_rank(), first + SAMPLES_A_STEP, dist.get_world_size()):
+        generator = torch.Generator().manual_seed(sample)
+        rows.append(torch.randint(64, (LENGTH,), generator=generator))
     tokens = torch.stack(rows)
     loss = run.model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    run.schedule.step()
+    (optimizer,) = run.optimizers
+    optimizer.step()
+    optimizer.zero_grad()
+    run.shared["schedule"].step()
     run.step += 1
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
-def digest(run: Run) -> str:
+def digest(run: TrainingState) -> str:
     """Of the whole state but the random numbers: the same on any number of ranks."""
     sha256 = hashlib.sha256()
-    for path, leaf in sorted(_toys.leaves(whole(run.state.state_dict())).items()):
+    for path, leaf in sorted(_toys.leaves(whole(run.state_dict())).items()):
         if "per_rank" not in path and "has_state" not in path:
             content = leaf.numpy().tobytes() if torch.is_tensor(leaf) else repr(leaf)
             sha256.update(f"{path} {content!r}".encode())
@@ -114,7 +94,7 @@ def train(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     points = Points(fault if fault and fault.rank == rank else None, root, pipe)
     run = build(dropout)
-    step = resume({"run": run.state}, root)
+    step = resume({"run": run}, root)
     tell(pipe, event="resumed", step=step or None, digest=digest(run))
     points.install()
     with KeptSaves(root, keep_last=2) as saves:
@@ -124,7 +104,7 @@ def train(
             points.hit("step", "after a step")
             if run.step % SAVE_EVERY == 0:
                 tell(pipe, event="saving", step=run.step, digest=digest(run))
-                saves.save({"run": run.state}, run.step)
+                saves.save({"run": run}, run.step)
     tell(pipe, event="counts", counts=dict(points.counts))
     tell(pipe, event="ended", digest=digest(run))
     dist.destroy_process_group()

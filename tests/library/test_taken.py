@@ -44,7 +44,7 @@ def take_the_wheel(wheel: Path, into: Path) -> str:
     return "overlap_recipes"
 
 
-def copy_the_folder(wheel: Path, into: Path) -> str:
+def copy_the_folder(into: Path) -> str:
     theirs = into / "theirs" / "vendored"
     theirs.mkdir(parents=True)
     for folder in (theirs, theirs.parent):
@@ -91,22 +91,19 @@ def test_the_wheel_is_small_and_has_the_library_alone(wheel: Path) -> None:
         assert not any(word in text for text in texts), f"the library speaks of {word}"
 
 
-@pytest.fixture(scope="module")
-def whole(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """The losses of a run that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("whole")
-    found = losses(take_the_wheel(wheel, folder), folder, folder / "run")
-    assert len(found) == 2 * STEPS
-    return found
-
-
-@pytest.mark.parametrize("take", [take_the_wheel, copy_the_folder])
 def test_a_stock_model_is_saved_killed_and_resumed_with_what_was_taken(
-    take, wheel: Path, whole: dict, tmp_path: Path
+    wheel: Path, tmp_path: Path
 ) -> None:
-    package = take(wheel, tmp_path)
-    before = losses(package, tmp_path, tmp_path / "run", KILLED_BEHIND, killed=True)
-    behind = losses(package, tmp_path, tmp_path / "run")
+    """By the wheel with the losses of a run that nothing interrupts, by the copied folder."""
+    folders = [tmp_path / name for name in ("copied", "installed")]
+    for folder in folders:
+        folder.mkdir()
+    copied, installed = folders
+    whole = losses(copy_the_folder(copied), copied, copied / "run")
+    assert len(whole) == 2 * STEPS
+    package = take_the_wheel(wheel, installed)
+    before = losses(package, installed, installed / "run", KILLED_BEHIND, killed=True)
+    behind = losses(package, installed, installed / "run")
     assert min(step for _, step in behind) == KILLED_BEHIND + 1, "not the last durable save"
     assert before | behind == whole, "another run"
 

@@ -32,12 +32,6 @@ def test_torchtitans_pinned_copy_does_not_wait_for_the_step() -> None:
     assert f"torchtitan_pinned.py:{step} writes" in conflict
 
 
-def test_an_event_behind_the_step_orders_it() -> None:
-    pytest.importorskip("torchtitan")
-    report = run(PINNED, 1, launcher="warm", order=True, args=("--ordered",))
-    assert report.ok, report.describe()
-
-
 TRAINERS = REPO / "recipes_source" / "trainers"
 RAISES = """if {step} == 5 and torch.distributed.get_rank() == 1:
 {indent}    raise RuntimeError("rank 1 stops")
