@@ -40,6 +40,7 @@ RIGHT = [
     ("ranks_that_differ", RANKS, 2, ("refused",)),
     ("ranks_alike", RANKS, 2, ("taken",)),
     ("ranks_that_drift", RANKS, 2, ("later",)),
+    ("what_is_of_each_rank", RANKS, 2, ("each",)),
     ("tuple_moments", "checkpoint/own_moments.py", 2, ("tuple",)),
     ("saved_in_a_handler", LOST, 2, ("handler",)),
     ("saved_before_an_error", LOST, 2, ("error",)),

@@ -259,7 +259,8 @@ class Writing:
         if self.talk.ranks == 1:
             return found
         if self.replicas is None or self.replicas.hosts is not job.hosts:
-            self.replicas = Replicas(job.state, job.hosts)
+            with garbage_collection_paused():
+                self.replicas = Replicas(job.state, job.hosts)
         return found | self.replicas.digest(job.number)
 
     def look_closer(self, job: Job, names: list[str]) -> dict:

@@ -26,6 +26,7 @@ from torch import nn  # noqa: E402
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from overlap_recipes.checkpoint import (  # noqa: E402
@@ -220,25 +221,30 @@ def batch_norm(root: Path, device: torch.device) -> None:
     norms = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)]
     for norm in norms:
         norm.register_buffer("queue", torch.full((600, 600), dist.get_rank()))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    of_each = torch.full((4,), dist.get_rank())
+    whole = DTensor.from_local(of_each, mesh, [Replicate()], run_check=False)
     job.model = sharded(nn.Sequential(*norms))
+    job.model.register_buffer("whole", whole)
     job.optimizer = torch.optim.SGD(job.model.parameters(), lr=1e-2)
     progress = {"batch": torch.full((2,), dist.get_rank())}
     job.state = TrainingState(job.model, job.optimizer, progress=progress)
     job.step()
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, dict(job.model.named_buffers()))
+    plain = {name: b for name, b in job.model.named_buffers() if name != "whole"}
+    dist.all_gather_object(of_ranks, plain)
     with messages() as said, CheckpointManager(root, job.state) as checkpoints:
         checkpoints.save(1)
         checkpoints.save(2)
     told = [line for line in said if "ranks differ in app.model.0.1.running_mean" in line]
     assert len(told) == (dist.get_rank() == 0), said
-    for name in ("app.model.3.queue", "app.progress.batch"):
+    for name in ("app.model.3.queue", "app.progress.batch", "app.model.whole"):
         assert all(name in line for line in told), said
     for buffer in job.model.buffers():
         buffer.zero_()
     with CheckpointManager(root, job.state) as checkpoints:
         checkpoints.resume()
-    for name, buffer in job.model.named_buffers():
+    for name, buffer in plain.items():
         assert torch.equal(buffer, of_ranks[0][name]), f"{name} is not that of rank 0"
 
 

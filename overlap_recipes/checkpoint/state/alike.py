@@ -19,8 +19,9 @@ RECIPES = "made_of_tensors"  # how tensors of classes of their own are joined
 _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
 PASS_PER_RANK = (
     "give TrainingState the same on all ranks, and weights that are equal when they are saved, as "
-    "DDP keeps them; pass what is of each rank, as its experts or its stage of a pipeline, as "
-    "TrainingState(..., per_rank={name: object}), on all ranks"
+    "DDP keeps them; pass what is of each rank, as its experts or its stage of a pipeline with its "
+    "optimizer, as TrainingState(model, per_rank={name: object}), on all ranks, where model may be "
+    "nn.Module()"
 )
 _TOLD = 5  # names in a message
 Part = tuple[str, str, str]  # what it belongs to, its name, and which part of a tensor it is

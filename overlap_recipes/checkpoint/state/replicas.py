@@ -14,15 +14,16 @@ from .trees import is_staged, shard_of
 
 SMALL = 1 << 20  # bytes of a tensor that rank 0 writes if all ranks have it
 REPLICAS_DIFFER = (
-    "ranks differ in %s: the checkpoint has those of rank 0, and all resume with them. "
+    "ranks differ in %s: the checkpoint has those of rank 0 (of a DTensor, of one rank), and all "
+    "resume with them. "
     "SyncBatchNorm keeps buffers alike that forward changes; what is of each rank goes to per_rank"
 )
 _MUST_AGREE = "parameters or optimizer state"
-_SAMPLE = 1024  # bytes of a tensor that a save compares; the next save takes others
+_SAMPLE = 512  # bytes of a tensor that a save compares; the next save takes others
 _SPREAD = 0x9E3779B1
 
 
-@dataclass
+@dataclass(slots=True)
 class _Replica:
     """This rank's part of a tensor, of which others have the same part.
 

@@ -128,7 +128,7 @@ class Trained:
         for optimizer in self.optimizers:
             refuse_other_keys(optimizer)
         new = [optimizer for optimizer in self.optimizers if is_new(optimizer)]
-        if self.reads_as_dcp and not new:
+        if (self.reads_as_dcp and not new) or self._has_nothing():
             states = self.read_states(keep_vars)
         else:
             states = self._ask_dcp_if_possible(new, keep_vars)
@@ -150,6 +150,10 @@ class Trained:
                 if is_sharded(parameter):
                     refuse_plain_tensors(name, states.optim["state"].get(name))
         return states
+
+    def _has_nothing(self) -> bool:
+        """Whether all that the job has is given elsewhere, as to ``per_rank``; DCP raises then."""
+        return not self.optimizers and not self.model.state_dict()
 
     def current(self) -> States:
         """The states as they are: no optimizer is made to step."""
@@ -277,6 +281,8 @@ class Trained:
 
         A ``state_dict`` of the model's own may leave out what strict loads would miss.
         """
+        if not state:
+            return
         some = dcp_state.StateDictOptions(strict=False)
         found = dcp_state.set_model_state_dict(self.model, state, options=some)
         missing = {self._names_of_keys.of(key) for key in found.missing_keys} & state.keys()

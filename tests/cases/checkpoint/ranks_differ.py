@@ -2,7 +2,8 @@
 
 The argument says what must hold: ``refused`` (no checkpoint, and each rank is told why in the loop,
 of every kind of the table), ``taken`` (what is equal is saved, however Python shows it), ``later``
-(ranks that drift apart after their first save).
+(ranks that drift apart after their first save), ``each`` (a stage of a pipeline and its optimizer
+come back to their rank where they are given as the refusal says).
 """
 
 import argparse
@@ -218,6 +219,22 @@ def taken() -> None:
             if names_below(place) != ["step1"]:
                 wrong.append(f"{kind}: {names_below(place)}")
         roundtrip.none_of_any_rank(wrong)
+
+
+def each() -> None:
+    found = []
+    with roundtrip.job() as root:
+        for seed in (0, 10):
+            torch.manual_seed(seed + dist.get_rank())
+            stage = nn.Sequential(nn.Linear(4, 4 + dist.get_rank(), bias=False))
+            optimizer = torch.optim.AdamW(stage.parameters())
+            roundtrip.train_step(stage, optimizer, 0)
+            own = {"stage": stage, "optimizer": optimizer}
+            with CheckpointManager(root, TrainingState(nn.Module(), per_rank=own)) as checkpoints:
+                checkpoints.resume()
+                checkpoints.save(1).result()
+            found.append(roundtrip.all_state(stage, optimizer))
+        roundtrip.none_of_any_rank(roundtrip.differences(*found))
 
 
 @torch.no_grad()
