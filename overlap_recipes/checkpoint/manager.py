@@ -55,7 +55,8 @@ class CheckpointManager:
     for it; a driver may launch nothing while it locks, which can cost training seconds, once. A
     save that comes before the one before it is written waits until it is. The end of the block, by
     ``sys.exit`` too, waits for the saves and raises if the last one failed. After any other
-    exception it waits for 30 s at most.
+    exception it waits for 30 s at most for what all ranks have called; a handler that saves and
+    needs longer waits itself: ``save(step).result()``.
 
     Args:
         root: a directory that all ranks see, made if it is missing; or a URL, as text, that

@@ -289,6 +289,24 @@ def test_equal_shares_have_equal_digests_and_others_are_named() -> None:
     assert differing_names([one, third]) == ["app.a"]
 
 
+def test_the_loss_that_an_optimizer_keeps_may_be_that_of_each_rank() -> None:
+    of_ranks = []
+    for own in (0, 1):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.LBFGS(model.parameters())
+
+        def loss(model=model, optimizer=optimizer, own=own) -> torch.Tensor:
+            optimizer.zero_grad()
+            found = model(torch.ones(4)).square().sum() + own
+            found.backward()
+            return found
+
+        optimizer.step(loss)
+        of_ranks.append(shared_digests({"app": TrainingState(model, optimizer).state_dict()}))
+    assert differing_names(of_ranks) == []
+
+
 class PlainState(torch.optim.SGD):
     """Cannot step without gradients."""
 

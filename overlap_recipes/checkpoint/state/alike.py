@@ -23,6 +23,7 @@ PASS_PER_RANK = (
     "optimizer, as TrainingState(model, per_rank={name: object}), on all ranks, where model may be "
     "nn.Module()"
 )
+_OF_OWN_LOSS = (torch.Tensor, float)  # L-BFGS has the last loss of this rank as a float
 _TOLD = 5  # names in a message
 Part = tuple[str, str, str]  # what it belongs to, its name, and which part of a tensor it is
 
@@ -111,8 +112,9 @@ def shared_digests(tree: dict) -> dict[str, str]:
         digests[f"{key}.optim.param_groups"] = digest(settings)
         others = {}
         for name, moments in state["optim"]["state"].items():
-            if not all(map(torch.is_tensor, moments.values())):
-                others[name] = moments
+            for kind, value in moments.items():
+                if not isinstance(value, _OF_OWN_LOSS):
+                    others[f"{name}.{kind}"] = value
         digests[f"{key}.optim.state"] = digest(others)
     return digests
 
