@@ -359,3 +359,9 @@ def test_a_compiled_update_waits_for_each_save_anew(tmp_path) -> None:
             step()
             step()
             assert event == [False, False]
+
+
+def test_a_tensor_with_two_names_is_copied_once() -> None:
+    weight = torch.ones(1 << 20)
+    sizes = [CopyPlan(tensors, torch.device("cpu")).nbytes for tensors in ([weight], [weight] * 2)]
+    assert sizes[0] == sizes[1] >= weight.nbytes

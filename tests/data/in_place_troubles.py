@@ -39,7 +39,6 @@ from in_place_models import (  # noqa: E402
     shard,
     step,
 )
-from in_place_streams import branches, evaluation_beside  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard  # noqa: E402
 
@@ -573,7 +572,6 @@ TROUBLES = (
     as_many_bytes_of_gradients_as_stock,
     gradients_of_several_dtypes,
 )
-ON_STREAMS = (branches, evaluation_beside)  # for the recorder of stream order
 
 
 def main(wanted: list[str]) -> None:
@@ -582,8 +580,8 @@ def main(wanted: list[str]) -> None:
         torch.use_deterministic_algorithms(True)
     dist.init_process_group()
     failed = []
-    for trouble in (*TROUBLES, *ON_STREAMS):
-        if trouble.__name__ in wanted or (not wanted and trouble in TROUBLES):
+    for trouble in TROUBLES:
+        if not wanted or trouble.__name__ in wanted:
             try:
                 trouble()
             except Exception:

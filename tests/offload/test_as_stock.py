@@ -236,7 +236,6 @@ class Layer(nn.Module):
         return self.keeps.next()
 
 
-SHARED = Meter()
 KEPT = {
     "object": Meter,
     "slots": Slots,

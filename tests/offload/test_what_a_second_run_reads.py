@@ -97,6 +97,75 @@ def test_a_weight_that_a_layer_returns_is_its_own(part, grads):
         assert close(found, resident)
 
 
+def test_a_weight_that_a_layer_puts_into_a_list_is_its_own():
+    """As one that is returned: without gradients it was the next layer's in silence."""
+
+    class Listing(Toy):
+        def forward(self, x: torch.Tensor, weights: list) -> torch.Tensor:
+            weights.append(self.weight.detach())
+            return super().forward(x)
+
+    def run(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        weights = []
+        for layer in layers:
+            x = layer(x, weights)
+        return x + sum(weight.mean() for weight in weights)
+
+    def step(model: Loop) -> list[torch.Tensor]:
+        with torch.no_grad():
+            evaluated = model(torch.ones(2, WIDTH))
+        return [evaluated, *gradients(model)]
+
+    *ours, resident = of_all_and_resident(Loop(Listing, run), step)
+    for found in ours:
+        assert close(found, resident)
+
+
+class Scaling(nn.Linear):
+    """Has autograd double the gradient of its input."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: (2 * gradient).clamp(-1, 1))
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_hook_that_a_layer_gives_its_input_gets_all_of_the_gradient_once(beside):
+    """It ran twice, and on the layer's own part of the gradient."""
+
+    def run(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x) + (x.sin() if beside else 0)
+        return x
+
+    *ours, resident = of_all_and_resident(Loop(Scaling, run), gradients)
+    for found in ours:
+        assert close(found, resident)
+
+
+def test_what_is_kept_on_a_parameter_is_there():
+    """The layer computed with another tensor, without what the loop keeps on its parameter."""
+
+    class Reading(Toy):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * getattr(self.weight, "scale", 1.0)
+
+    model = Loop(Reading, one_after_the_other)
+
+    def step(model: Loop) -> list[torch.Tensor]:
+        for layer in model.layers:
+            layer.weight.scale = 2.0
+        return gradients(model)
+
+    *ours, resident = of_all_and_resident(model, step)
+    for found in ours:
+        assert same(found, resident)
+
+
 def doubled(module, args, kwargs, result) -> torch.Tensor:
     return 2 * result
 

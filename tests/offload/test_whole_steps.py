@@ -236,6 +236,27 @@ def test_a_loop_may_clip_by_itself():
             torch.testing.assert_close(ours, theirs)
 
 
+def test_layers_that_are_left_out_are_loaded_anew():
+    """A forward that began above the end of the last one found the weights of before the step."""
+    model, plain = llama(torch.bfloat16), llama(torch.bfloat16)
+
+    def loss_of(each: nn.Module, chosen: slice) -> torch.Tensor:
+        kept, each.model.layers = each.model.layers, nn.ModuleList(each.model.layers[chosen])
+        each.config.num_hidden_layers = len(each.model.layers)
+        loss = each(**batch(0), use_cache=False).loss
+        each.model.layers, each.config.num_hidden_layers = kept, LAYERS
+        return loss
+
+    upper, lower = slice(2, LAYERS), slice(0, 2)
+    with closing(whole(model, streamed_of(model, slots=9))) as optimizer:
+        loss_of(model, upper).backward()
+        loss_of(model, lower).backward()
+        optimizer.step()
+        loss = loss_of(model, upper)
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(loss, loss_of(plain, upper))
+
+
 def test_layers_that_are_left_out_have_a_count_of_their_own():
     """Adam's bias correction was that of the steps that the others had."""
     resident, model = llama(), llama()
