@@ -8,7 +8,7 @@ export RANKS
 
 .DEFAULT_GOAL := help
 .PHONY: help html html-noplot serve test check soak installed verify lint new-recipe linkcheck
-.PHONY: clean environment
+.PHONY: clean environment engines
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -54,6 +54,9 @@ installed: environment ## Install the harness into a bare environment and use it
 
 verify: environment ## Run the recipes on the accelerators present; write harness/verified/
 	@$(PY) tools/verify.py
+
+engines: environment ## Run jobs under ENGINE (slurm, ray, hosts), interrupt them, compare bits (weekly)
+	@PYTHON="$(PY)" tools/engines/$(ENGINE).sh
 
 lint: environment ## Check style, spelling, the files of results, the size of rooms, words of pages
 	@$(PY) -m ruff check .

@@ -41,7 +41,7 @@ first: each is one file of torch alone.
 
 ``loader`` knows where it is, as torchdata's ``StatefulDataLoader`` does; a stock ``DataLoader`` is
 refused, with what to do. Exit code 85 is no crash, but ``torchrun`` prints one and ends with 1:
-`Leave in time`_ has lines for a scheduler.
+:doc:`/guide/cluster` has files for a scheduler.
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in the repository, or a copy of
 its folder ``overlap_recipes``. It needs torch alone.
@@ -322,17 +322,11 @@ if __name__ == "__main__":
 #
 # Leave in time
 # -------------
-# Slurm, torch 2.12 or later. Your script makes ``finished`` when ``exit_code`` is 0.
+# SIGTERM asks the job to leave: ``preempted()`` is true, it saves, and ends with 85. ``grace_s`` (30 by
+# default) must hold two steps, the rest of an earlier save, and a save. Else the rank ends with 86, and
+# the save before counts. Signal ``torchrun``, not its ranks, which it would restart.
 #
-# .. code-block:: bash
-#
-#     #SBATCH --requeue --signal=TERM@120   # SIGTERM to srun's tasks 120 s before the end
-#     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted ranks read addresses of ended ones
-#     srun torchrun --shutdown-timeout 118 --max-restarts 3 ... train.py  # grace_s=118
-#     test -e finished || scontrol requeue $SLURM_JOB_ID
-#
-# ``grace_s`` (30 by default) must hold two steps, the rest of an earlier save, and a save. Else the rank
-# ends with 86, and the save before counts. Signal ``torchrun``, not its ranks, which it would restart.
+# :doc:`/guide/cluster` has files that ran under Slurm, Ray Train and ``torchrun`` on several hosts.
 #
 # Other signals: ``grace_s={SIGUSR1: 300}``. On a thread, as under Ray: ``grace_s=None``, and
 # ``ask_to_leave()``.
