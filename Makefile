@@ -15,10 +15,14 @@ PY := $(PYTHON)
 else
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.requirements-installed
-# An environment that was named and is there, but was not made here, is used as it is.
-ifneq ($(origin VENV),file)
+# An environment that is there and was not made here is used as it is: another clone's is that clone's.
+MAKER := $(VENV)/.made-by-make
+HERE := $(realpath $(CURDIR))
 ifneq ($(wildcard $(VENV)/bin/python),)
-ifeq ($(wildcard $(VENV)/.made-by-make),)
+ifeq ($(wildcard $(MAKER)),)
+STAMP :=
+else ifneq ($(shell cat "$(MAKER)"),$(HERE))
+ifeq ($(filter $(HERE)/%,$(realpath $(VENV))),)
 STAMP :=
 endif
 endif
@@ -92,7 +96,7 @@ environment: $(STAMP)
 $(STAMP): requirements.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("Python 3.11 to 3.13 is needed, this is %d.%d: pass PYTHON=python3.12, say" % v)'
 	@test -x "$(VENV)/bin/python" || { echo "Making $(VENV)"; $(PYTHON) -m venv "$(VENV)"; }
-	@touch "$(VENV)/.made-by-make"
+	@echo "$(HERE)" > "$(MAKER)"
 	$(VENV)/bin/python -m pip install $(PIP_ARGS) -r requirements.txt
 	@touch "$@"
 

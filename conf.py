@@ -37,6 +37,7 @@ extensions = [
     "sphinx_copybutton",
     "pytorch_sphinx_theme2",
     "mathml",
+    "assets",
     "lanes",
     "results",
     "timeline",
@@ -101,6 +102,26 @@ site_url = SITE
 sitemap_url_scheme = "{link}"
 sitemap_excludes = ["search.html", "genindex.html", "404.html"]
 notfound_urls_prefix = urlsplit(SITE).path
+NOT_FOUND = """
+<h1>Page not found</h1>
+<p>Nothing is at this address. A page that has moved leads on by itself, so it may never have been
+here. Search for what you looked for:</p>
+<form class="search-here" action="{top}search.html" method="get" role="search">
+  <input type="search" name="q" class="form-control" aria-label="Search the recipes">
+  <button type="submit">Search</button>
+</form>
+<p>Or begin at one of these:</p>
+<ul>
+  <li><a href="{top}index.html">The start</a>: what it is, how to install it, every recipe</li>
+  <li><a href="{top}guide/symptoms.html">Symptoms</a>: the error that you see, and what helps</li>
+  <li><a href="{top}guide/reference.html">Reference</a>: the library's names</li>
+  <li><a href="{top}guide/what_to_use.html">What to use when</a></li>
+</ul>
+"""
+notfound_context = {
+    "title": "Page not found",
+    "body": NOT_FOUND.format(top=notfound_urls_prefix),
+}
 ogp_site_url = SITE
 ogp_image = "_static/img/page.png"
 ogp_social_cards = {"enable": False}  # one picture for all pages
@@ -110,7 +131,6 @@ html_title = project
 html_static_path = ["_static", "benchmarks/results"]  # result files to download
 html_favicon = "_static/img/favicon.svg"
 html_use_index = False
-html_search_scorer = "_static/search_scorer.js"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
@@ -130,7 +150,7 @@ html_theme_options = {
     "show_nav_level": 2,
     "show_toc_level": 2,
     "article_header_start": ["breadcrumbs.html"],
-    "article_header_end": [],
+    "article_header_end": ["copy-page.html"],
     "article_footer_items": [],
     "secondary_sidebar_items": ["page-toc"],
     "primary_sidebar_end": [],
@@ -162,7 +182,6 @@ html_context = {
     "commit": commit() or "main",
     "versions": f"torch {installed('torch')}, Python {sys.version.split()[0]}",
 }
-html_js_files = [(name, {"defer": "defer"}) for name in ("controls.js", "zoom.js")]
 
 
 def remove_theme_pictures(app, exception):

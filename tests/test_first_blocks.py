@@ -264,7 +264,7 @@ def blocks_of_readme() -> list[str]:
 
 def landing_block() -> str:
     text = (SOURCE.parent / "index.rst").read_text(encoding="utf-8")
-    block = re.search(r"^ +\.\. code-block:: python\n\n((?: {9}.*\n|\n)+)", text, re.MULTILINE)
+    block = re.search(r"^\.\. code-block:: python\n\n((?: {3}.*\n|\n)+)", text, re.MULTILINE)
     return textwrap.dedent(block[1]).rstrip("\n") + "\n"
 
 

@@ -56,3 +56,42 @@ def test_the_citation_names_this_version():
     assert all(author.get("name") or author.get("family-names") for author in citation["authors"])
     assert str(citation["version"]) == overlap_recipes.__version__
     assert citation["license"] == project["license"]
+
+
+def made_by_make(clone: Path, marker: str) -> Path:
+    """An environment in ``clone`` that its make has made, older than its requirements."""
+    environment = clone / ".venv"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").write_text("#!/bin/sh\n")
+    (environment / "bin" / "python").chmod(0o755)
+    (environment / ".made-by-make").write_text(marker)
+    for name in ("Makefile", "requirements.txt"):
+        (clone / name).write_bytes((ROOT / name).read_bytes())
+    return environment
+
+
+def would_install(clone: Path, *arguments: str) -> bool:
+    command = ["make", "-n", "environment", *arguments]
+    said = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True)
+    return "pip install" in said.stdout
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_make_never_installs_into_the_environment_of_another_clone(tmp_path, marked):
+    own, other = tmp_path / "own", tmp_path / "other"
+    theirs = made_by_make(other, f"{other}\n" if marked else "")
+    mine = made_by_make(own, f"{own}\n" if marked else "")
+    assert would_install(own) and would_install(own, "VENV=.venv"), "its own is kept up to date"
+    assert not would_install(own, f"VENV={theirs}")
+    mine.rename(own / "aside")
+    mine.symlink_to(theirs)
+    assert not would_install(own), "a link to another clone's is another clone's"
+
+
+def test_make_installs_into_an_environment_that_it_made_elsewhere(tmp_path):
+    own = tmp_path / "own"
+    mine = made_by_make(own, "").rename(tmp_path / "elsewhere")
+    (mine / ".made-by-make").write_text(f"{own}\n")
+    assert would_install(own, f"VENV={mine}")
+    (mine / ".made-by-make").unlink()
+    assert not would_install(own, f"VENV={mine}")

@@ -470,7 +470,7 @@ def add_header(
     link.children = [nodes.inline("", f"Download {recipe.path.name}", classes=["download"])]
     line = nodes.paragraph("", "", link, classes=["recipe-files"])
     beside = [path for path in recipe.flat_files if path != recipe.path]
-    before = " and put beside it "
+    before = " and put next to it "
     for path in beside:
         line += nodes.Text(before)
         link = own.deepcopy()
@@ -483,7 +483,7 @@ def add_header(
     for package in recipe.packages:
         line += nodes.Text("; it imports the package ")
         line += nodes.literal("", package.name)
-        line += nodes.Text(": install it, or put its folder beside the file")
+        line += nodes.Text(": install it, or put its folder next to the file")
     if is_more_than_a_file(recipe):
         archive = f"{recipe.path.stem}.zip"
         up = "../" * page.count("/")

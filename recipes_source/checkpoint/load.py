@@ -9,6 +9,12 @@ byte is checked. PyTorch's reader takes one tensor after the other on one thread
 waits for a core of the CPU rather than for the storage (see *What it buys*). The bits are the same, on any
 number of ranks. A sharded model starts from a folder of the Hub by the same threads.
 
+.. index::
+   single: load takes forever
+   single: slow checkpoint load
+   single: resume on fewer GPUs, or on more
+   single: resume on another number of GPUs
+
 .. result-gain:: restart
    :rows: resume dcp_load torch_load_mmap torch_checkpointing
    :field: load_s

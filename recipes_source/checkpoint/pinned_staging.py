@@ -12,6 +12,9 @@ buffers. The first save allocates and pins them; each later one only copies.
 no DTensor being the same on all ranks. If its keys, shapes or dtypes change, new buffers are pinned, so
 the first save comes after the first step.
 
+.. index::
+   single: pin_memory tutorial
+
 **When not to bother:** you have no accelerator (nothing is pinned then), you save rarely (the
 memory is held all the time), or page-locked memory is short: it cannot be swapped. If a copy at the
 rate of the link still stops training for too long, :doc:`default_stager` runs it during the next step.

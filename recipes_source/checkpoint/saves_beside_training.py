@@ -17,6 +17,12 @@ nothing had happened: same losses, same bits.
    ``overlapped_writer`` is this save. Where the host bounds the loop, as with most eager models, a save
    costs several times as much: *What it buys*.
 
+.. index::
+   single: save before exit on SIGTERM
+   single: SLURM requeue, preemption, spot instance
+   single: position of the data loader after a resume
+   single: checkpoints in S3 or another bucket
+
 **When not to bother:** your run is short enough to start again, or its state is a few megabytes. To
 learn how such saves work, read :doc:`async_save`, :doc:`pinned_staging` and :doc:`default_stager`
 first: each is one file of torch alone.

@@ -17,6 +17,12 @@ others. Losses and weights are those of a run that keeps everything on the devic
    100 % is the speed of a **resident** run, which keeps everything on the device. ``streamed_adam``
    clips. ``streamed_adam_in_backward`` updates during backward, too, and does not.
 
+.. index::
+   single: model too big for the GPU
+   single: train an 8B model on one GPU
+   single: CPU offload of the optimizer is slow
+   single: ZeRO-Offload, CPU offload, FSDP CPUOffloadPolicy
+
 **When not to bother:** weights, gradients and Adam's state fit the device: a resident run is faster.
 Only activations do not fit: :doc:`activation_offload`. How layers are streamed: :doc:`weight_streaming`.
 

@@ -14,6 +14,10 @@ straight to their place. Your loop stays as it is, and on two ranks every bit of
 
    ``fsdp2`` is stock FSDP2, without the call; 100 % is a run that sends nothing.
 
+.. index::
+   single: NCCL takes SMs from the matmuls
+   single: faster FSDP2 all-gather on NVLink
+
 **When not to bother:** your ranks are on several hosts (the call refuses them); communication costs
 you little; or a GPU has fewer than 4,096 tokens a step: there the host sets the pace, and stock FSDP2
 is as fast or faster. How sharded training works: :doc:`stream_context`.

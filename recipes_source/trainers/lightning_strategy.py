@@ -18,6 +18,9 @@ the next step and writes them on a thread.
    :doc:`/recipes/checkpoint/saves_beside_training`. ``none`` is the same measurement without a save: the
    noise.
 
+.. index::
+   single: PyTorch Lightning slow checkpoint
+
 **When not to bother:** a save takes a few seconds, and you save once per epoch.
 
 .. code-block:: python

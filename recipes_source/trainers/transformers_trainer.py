@@ -22,6 +22,11 @@ on a thread.
    :doc:`/recipes/checkpoint/saves_beside_training`. ``none`` is the same measurement without a save: the
    noise.
 
+.. index::
+   single: Hugging Face Trainer, asynchronous checkpoint
+   single: async checkpoint with the HuggingFace trainer
+   single: accelerate asynchronous checkpoint
+
 **When not to bother:** a save takes a few seconds, and you save once per epoch.
 
 .. code-block:: python

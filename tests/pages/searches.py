@@ -1,4 +1,8 @@
-"""What people type who have met a symptom, and the page and heading that must come first."""
+"""What people type, and what they must find.
+
+Who has met a symptom: the page and heading that come first. Who has a question in words of their
+own: a page among the first three.
+"""
 
 SEARCHES = [
     ("writer process holds GPU memory", "guide/symptoms_memory", "by CUDA IPC"),
@@ -36,4 +40,39 @@ SEARCHES = [
     ("expert without tokens", "guide/symptoms_sharding", "expert without tokens"),
     ("CompanionMismatch", "guide/symptoms_saves", "CompanionMismatch"),
     ("what to use when", "guide/what_to_use", "What to use when"),
+]
+
+IN_THE_FIRST_THREE = [
+    ("async save slows training", "guide/symptoms_slow"),
+    ("load takes forever", "recipes/checkpoint/load"),
+    ("checkpoint hangs at end", "guide/symptoms_saves"),
+    ("fsdp all-gather not overlapping", "guide/symptoms_sharding"),
+    ("CUDA out of memory when saving", "guide/symptoms_memory"),
+    ("install", "guide/reference"),
+    ("model too big for my gpu", "recipes/offload/train_what_does_not_fit"),
+    ("resume on fewer GPUs", "recipes/checkpoint/load"),
+    ("spot instance preemption slurm requeue", "recipes/checkpoint/saves_beside_training"),
+    ("SIGTERM save before exit", "recipes/checkpoint/saves_beside_training"),
+    ("save checkpoint to S3 bucket", "recipes/checkpoint/saves_beside_training"),
+    ("convert checkpoint to huggingface safetensors", "recipes/checkpoint/export"),
+    ("how often should I checkpoint", "guide/results"),
+    ("loss spikes after resume", "guide/symptoms_wrong"),
+    ("NaN after non_blocking copy", "guide/symptoms_wrong"),
+    ("cpu offload optimizer slow", "recipes/offload/train_what_does_not_fit"),
+    ("train 8B on one GPU", "recipes/offload/train_what_does_not_fit"),
+    ("long sequence activation memory", "recipes/offload/activation_offload"),
+    ("GPU idle during checkpoint", "guide/symptoms_slow"),
+    ("huggingface trainer async checkpoint", "recipes/trainers/transformers_trainer"),
+    ("pytorch lightning checkpoint slow", "recipes/trainers/lightning_strategy"),
+    ("torchtitan async checkpoint", "recipes/trainers/torchtitan_checkpointer"),
+    ("FSDP2 prefetch settings", "recipes/sharding/fsdp2_settings"),
+    ("NCCL uses SMs slows matmul", "recipes/sharding/peer_copies"),
+    ("corrupt checkpoint", "guide/symptoms_loads"),
+    ("disk full during save", "guide/symptoms_saves"),
+    ("dataloader resume position", "recipes/checkpoint/saves_beside_training"),
+    ("pin memory tutorial", "recipes/checkpoint/pinned_staging"),
+    ("overlap H2D copy with compute streams", "recipes/offload/three_streams"),
+    ("test distributed script in CI", "guide/ci"),
+    ("compare with DeepSpeed", "guide/what_to_use"),
+    ("benchmark results H200", "guide/gains"),
 ]
