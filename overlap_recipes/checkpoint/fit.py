@@ -190,27 +190,20 @@ class Fit:
 
     def _look_at_model(self) -> Look:
         look = Look()
-        saved = {name: self.contents.left_out[name] for name in self.contents.left_out}
+        saved = {**self.contents.left_out}
         for entry in self._below("model"):
             name = str(entry.path[1])
             if self.skip.covers(name):
                 continue
             own = _element(self._model, entry.path[1:])
             look.want(entry, own)
-            is_whole = entry.stored is not None and len(entry.path) == 2
-            if is_whole:
+            if entry.stored is not None and len(entry.path) == 2:  # a whole tensor
                 saved[name] = _spec_stored(entry.stored)
-            else:
-                saved[name] = self.contents.model.get(name, "no tensor")
-            is_part = entry.stored is not None and not is_whole
-            joined_how = self._flattened.get(("model", name))
-            is_of_any_size = joined_how is not None and joined_how.is_sparse
-            if name.endswith(_EXTRA):  # its module takes it
-                is_of_any_size = True
-            if is_part and not is_of_any_size:
-                if own is not None and not _is_like(own, entry.stored):
-                    place = ".".join(map(str, entry.path[1:]))
-                    look.wrong.append(f"  {place}: saved {_spec_stored(entry.stored)}")
+                continue
+            saved[name] = self.contents.model.get(name, "no tensor")
+            if entry.stored is not None and self._is_other_part(entry, name, own):
+                place = ".".join(map(str, entry.path[1:]))
+                look.wrong.append(f"  {place}: saved {_spec_stored(entry.stored)}")
         here: dict[str, str] = {}
         for name, leaf in self._own.model.items():
             is_empty = isinstance(leaf, dict) and not leaf  # no checkpoint has it
@@ -223,6 +216,20 @@ class Fit:
             otherwise_here(self.contents, self._own, self.job.kinds(), self.skip.covers)
         )
         return look
+
+    def _is_other_part(self, entry: Entry, name: str, own: object) -> bool:
+        """Whether ``own``, a part of what the model has as ``name``, has not the size of ``entry``.
+
+        A part that is not here yet, as a scale of float8, is made by the load.
+        """
+        if own is None:
+            return False
+        if name.endswith(_EXTRA):
+            return False  # its module takes any size
+        joined_how = self._flattened.get(("model", name))
+        if joined_how is not None and joined_how.is_sparse:
+            return False  # its parts are as large as its content has it
+        return not _is_like(own, entry.stored)
 
     def _look_at_moments(self) -> Look:
         look = Look()
@@ -248,17 +255,26 @@ class Fit:
         return look
 
     def _part_of(self, entry: Entry) -> Flattened | None:
-        """How the tensor is joined of which ``entry`` is a part, and no number; else None."""
-        return self._flattened.get(entry.path[:-1]) if entry.stored.size else None
+        """How the tensor is joined of which ``entry`` is a part; None if it is a number, or none.
+
+        A number, such as a scale, is the same on all ranks, however the tensor is sharded.
+        """
+        if not entry.stored.size:
+            return None
+        return self._flattened.get(entry.path[:-1])
 
     def _wrong_shards(self, entry: Entry, parameter: nn.Parameter) -> str | None:
+        """A line if ``entry`` is a part of a tensor whose shards were of another shape."""
         part_of = self._part_of(entry)
-        if part_of is None or part_of.is_tuple or tuple(shard_of(parameter).shape) == part_of.shape:
+        if part_of is None or part_of.is_tuple:
+            return None
+        if part_of.shape == tuple(shard_of(parameter).shape):
             return None
         name = ".".join(map(str, entry.path))
         return f"  {name}: shards of {part_of.shape} at the save: use as many ranks"
 
     def _room_of_moment(self, entry: Entry, parameter: nn.Parameter) -> torch.Tensor:
+        """A tensor that takes ``entry``, of the state of ``parameter``: sharded as that is."""
         part_of = self._part_of(entry)
         is_as_large = entry.stored.size == parameter.shape
         if part_of is None or not part_of.is_dtensor or is_as_large:
@@ -338,26 +354,32 @@ class Fit:
     # -- after the read ---------------------------------------------------------------------------
 
     def finish(self, read: dict[str, object]) -> None:
-        """Give the job what DCP has read."""
+        """Give the job what DCP has read, in the form that its own state has."""
         tree: dict = {"model": {}, "optim": {"state": {}, "param_groups": []}}
         for entry in self.found.wanted:
             put(tree, entry.path, read[entry.name])
-        for path in self.contents.empty:
-            is_wanted = _element(tree, path[:-1]) is not None
-            if path[0] in self._shared:
-                is_wanted = not self.skip.covers(path[0])
-            if is_wanted:
-                put(tree, tuple(path), {})
+        self._put_empty_dicts(tree)
         if self._packed is not None:
             tree[RECIPES] = self._packed
-        tree = _with_numbers(tree, (), {tuple(path) for path in self.contents.int_keys})
+        int_keys = {tuple(path) for path in self.contents.int_keys}
+        tree = _with_numbers(tree, (), int_keys)
         for name, own in self._shared.items():
             if name in tree:
                 tree[name] = _in_dicts_like(own, tree[name])
-        for name, moments in self._optim["state"].items():
+        for name, moments in self._own.optim["state"].items():  # whole tensors, not their parts
             if self.skip.covers(name):
                 tree["optim"]["state"][name] = moments
         self.job.take(tree, self.contents, self._own, self.skip.covers)
+
+    def _put_empty_dicts(self, tree: dict) -> None:
+        """Put dicts that were empty at the save where ``tree`` has what they were in."""
+        for path in self.contents.empty:
+            if path[0] in self._shared:  # it may be nothing but empty dicts
+                is_wanted = not self.skip.covers(path[0])
+            else:
+                is_wanted = _element(tree, path[:-1]) is not None
+            if is_wanted:
+                put(tree, tuple(path), {})
 
 
 # -- rooms ------------------------------------------------------------------------------------

@@ -134,6 +134,21 @@ def test_a_part_stays_as_it_is_if_it_is_named(tmp_path: Path) -> None:
     assert len(other.optimizers[0].state) == 2
 
 
+def test_moments_made_of_tensors_stay_as_they_are_if_their_parameter_is_skipped(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, layers())
+    model = layers(1)
+    body = torch.optim.AdamW(model[0].parameters())
+    head = torch.optim.AdamW(model[2].parameters())
+    for weight in model[2].parameters():
+        moment = TwoTensor(torch.ones_like(weight), torch.zeros_like(weight))
+        head.state[weight] = {"step": torch.tensor(1.0), "exp_avg": moment}
+    load({"app": TrainingState(model, body, head)}, tmp_path, skip=["2"])
+    for weight in model[2].parameters():
+        assert isinstance(head.state[weight]["exp_avg"], TwoTensor)
+
+
 def test_a_name_that_is_nowhere_is_told(tmp_path: Path) -> None:
     saved(tmp_path, layers())
     lines = refusal(fresh(layers()), tmp_path, skip=["haed"])
