@@ -71,29 +71,43 @@ class LoaderInPass:
     # -- told by the loader -----------------------------------------------------------------------
 
     def make_iterator(self, loader: DataLoader, make: Callable[[], Iterator]) -> Iterator:
-        """Make the iterator of a pass by ``make``."""
-        own = self._numbers()
-        if not self.goes_on:
-            self.began = own
-            self.began_by_reset = False
-            iterator = make()
-            if self.draws_at_once and has_drawn_more_than_a_seed(own):
-                self.order_is_unknown = True
-            return iterator
-        self.goes_on = False
+        """Make the iterator of a pass by ``make``: of a new one, or of that which a load gave."""
+        if self.goes_on:
+            self.goes_on = False
+            return self._go_on(loader, make)
+        return self._begin(make)
+
+    def _begin(self, make: Callable[[], Iterator]) -> Iterator:
+        """Begin a pass with the job's numbers, and note them."""
+        of_job = self._numbers()
+        self.began = of_job
+        self.began_by_reset = False
+        iterator = make()
+        if self.draws_at_once and has_drawn_more_than_a_seed(of_job):
+            self.order_is_unknown = True
+        return iterator
+
+    def _go_on(self, loader: DataLoader, make: Callable[[], Iterator]) -> Iterator:
+        """Go on with the pass of the save, from the numbers with which that had begun.
+
+        The job's own are afterwards what they were.
+        """
+        of_job = self._numbers()
         generator = loader.generator
         try:
             if self.began is not None:
                 self._set_numbers(self.began)
-            if self.began_by_reset:  # which has drawn no seed for workers
+            if self.began_by_reset:
+                # A reset has drawn no seed for workers; ``make`` draws one, from another generator.
                 loader.generator = torch.Generator()
             iterator = make()
             _draw_first(iterator)
         finally:
             loader.generator = generator
-            self._set_numbers(own)
-        if getattr(iterator, "_finished", False):  # the pass that was saved had ended: the next
-            self.began = own
+            self._set_numbers(of_job)
+        has_ended = getattr(iterator, "_finished", False)
+        if has_ended:  # the pass of the save: what comes is the next
+            self.began = of_job
             if _is_of_accelerate(self.item):  # a sampler that has ended counts its passes itself
                 self.item.set_epoch(self.item.iteration)
         return iterator

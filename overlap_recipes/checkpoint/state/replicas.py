@@ -68,13 +68,10 @@ class Replicas:
         elif is_staged(tree) and shard_of(tree).numel():
             place = self._place(tree)
             if place is not None:
-                must_agree = part == "optim" or tree.nbytes > SMALL
-                if part == "model":
-                    must_agree = name not in buffers
                 content = shard_of(tree).detach().reshape(-1).view(torch.uint8)
-                is_plain = not isinstance(tree, DTensor)
                 of_part = (_MUST_AGREE, name, place)
-                self._found.append(_Replica(of_part, content, must_agree and is_plain))
+                must_agree = _has_to_agree(tree, name, part, buffers)
+                self._found.append(_Replica(of_part, content, must_agree))
 
     def _place(self, tensor: torch.Tensor) -> str | None:
         """Which part this rank has; None if no other rank has it."""
@@ -112,6 +109,15 @@ def names_of_buffers(leaves: dict[str, object]) -> set[str]:
         if last == "has_state":
             found.update(f"{key}.model.{buffer}" for buffer in Contents.of_text(text).buffers)
     return found
+
+
+def _has_to_agree(tensor: torch.Tensor, name: str, part: str, buffers: set[str]) -> bool:
+    """Whether a save fails where ranks have ``tensor`` otherwise; of the rest a warning says so."""
+    if isinstance(tensor, DTensor):
+        return False
+    if part == "model":
+        return name not in buffers
+    return part == "optim" or tensor.nbytes > SMALL
 
 
 def _place_of(tensor: DTensor) -> str | None:

@@ -134,18 +134,9 @@ class Trained:
             states = self._ask_dcp_if_possible(new, keep_vars)
             if self.reads_as_dcp is None and not new:
                 self.reads_as_dcp = self._would_read(states, keep_vars)
-        made_up = {id(group) for group in groups(new)}
+        new_groups = {id(group) for group in groups(new)}
         for own, saved in zip(groups(self.optimizers), states.optim["param_groups"], strict=True):
-            for name in saved["params"]:
-                if name in states.real:
-                    raise ValueError(
-                        "two optimizers hold one parameter: DCP has room for one state"
-                    )
-            for name in saved["params"]:
-                moments = states.optim["state"].get(name, {})
-                if id(own) in made_up:
-                    moments = {}
-                states.real[name] = sorted(map(str, moments))
+            _note_real(states, saved["params"], is_made_up=id(own) in new_groups)
             for parameter, name in zip(own["params"], saved["params"], strict=False):
                 if is_sharded(parameter):
                     refuse_plain_tensors(name, states.optim["state"].get(name))
@@ -210,41 +201,53 @@ class Trained:
 
     def read_states(self, keep_vars: bool = False) -> States:
         """What modules and optimizers return as their state, under the names that DCP uses."""
+        states, names = self._read_model(keep_vars)
+        states.optim = self._read_optimizers(names)
+        if not keep_vars:  # which gives other tensors for parameters
+            self._note_parameters(states)
+        return states
+
+    def _read_model(self, keep_vars: bool) -> tuple[States, dict[int, str]]:
+        """The model's part, and names by the id of what it has; of what is tied the first."""
         own = self.model.state_dict(keep_vars=keep_vars)
-        model = like({}, own)
-        frozen: list[str] = []
-        buffers: list[str] = []
-        ties: dict[str, str] = {}
-        names: dict[int, str] = {}  # by id; of a tied parameter the first
+        states = States(like({}, own), {}, {})
+        names: dict[int, str] = {}
         for key, value in own.items():
             name = self._names_of_keys.of(key)
-            model[name] = value
+            states.model[name] = value
             first = names.setdefault(id(value), name)
             if first != name:
-                ties[name] = first
+                states.ties[name] = first
             if keep_vars and not getattr(value, "requires_grad", True):
                 if isinstance(value, nn.Parameter):  # which takes long to find out
-                    frozen.append(name)
+                    states.frozen.append(name)
                 else:
-                    buffers.append(name)
+                    states.buffers.append(name)
+        return states, names
+
+    def _read_optimizers(self, names: dict[int, str]) -> dict:
+        """Their part: ``state`` and ``param_groups`` of all, parameters by name.
+
+        Args:
+            names: by the id of what the model's state has, which may be no parameters.
+        """
         of_optimizers = [parameters_of(optimizer) for optimizer in self.optimizers]
-        if not all(id(p) in names for each in of_optimizers for p in each):
+        trained: set[int] = set()
+        for parameters in of_optimizers:
+            trained.update(id(p) for p in parameters)
+        if not trained <= names.keys():
             names = self._names()
         state = {}
         param_groups = []
-        for optimizer, own_parameters in zip(self.optimizers, of_optimizers, strict=True):
-            numbered = [names[id(p)] for p in own_parameters]
+        for optimizer, parameters in zip(self.optimizers, of_optimizers, strict=True):
+            numbered = [names[id(p)] for p in parameters]
             saved = optimizer.state_dict()
             for number, moments in saved["state"].items():
                 state[numbered[number]] = moments
             for group in saved["param_groups"]:
                 group_names = [numbered[number] for number in group["params"]]
                 param_groups.append(group | {"params": group_names})
-        optim = {"state": state, "param_groups": param_groups}
-        states = States(model, optim, {}, frozen, buffers, ties)
-        if not keep_vars:  # which gives other tensors for parameters
-            self._note_parameters(states)
-        return states
+        return {"state": state, "param_groups": param_groups}
 
     def _note_parameters(self, states: States) -> None:
         """Note of the model's parameters which are frozen, and which have several names."""
@@ -346,3 +349,19 @@ class Trained:
                 optimizer.state.pop("", None)
             for parameter in frozen:
                 parameter.requires_grad_(False)
+
+
+def _note_real(states: States, names: list[str], is_made_up: bool) -> None:
+    """Note in ``states.real`` what state the parameters ``names`` of a group have.
+
+    Raises:
+        ValueError: one is in a group of before.
+    """
+    for name in names:  # all before any is noted: a group may have one twice
+        if name in states.real:
+            raise ValueError("two optimizers hold one parameter: DCP has room for one state")
+    for name in names:
+        moments = states.optim["state"].get(name, {})
+        if is_made_up:
+            moments = {}
+        states.real[name] = sorted(map(str, moments))

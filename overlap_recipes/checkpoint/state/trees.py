@@ -38,7 +38,11 @@ def is_staged(leaf: object) -> bool:
 
 
 def memory_of(leaf: object) -> object:
-    """Where a tensor lies and how it is read; of all else, its type."""
+    """What is equal of two leaves if they are one: that of a state that was asked for twice.
+
+    Of a dense tensor, where it lies and how it is read. Of others, which may be made at each call,
+    class and shape; of what is no tensor, the type.
+    """
     if not torch.is_tensor(leaf):
         return type(leaf)
     x = shard_of(leaf)
