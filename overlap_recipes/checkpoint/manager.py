@@ -126,7 +126,7 @@ class CheckpointManager:
         _refuse_ranks_without_a_group()
         with ExitStack() as block:
             block.enter_context(self.preemption)
-            block.callback(self.store.close)
+            block.callback(self.store.close)  # before it is opened: a part of that may go well
             self.saves.calling.on_first_rank(self.store.open)
             block.enter_context(self.saves)
             block.enter_context(self.forgotten)
@@ -135,7 +135,7 @@ class CheckpointManager:
             self.preemption.all_step = all(self.saves.calling.together(self.has_optimizers))
             self.newest_on_entry = self.saves.calling.on_first_rank(self.newest_step)
             self.saves.prepare({"app": self.state})
-            self.block = block.pop_all()
+            self.block = block.pop_all()  # what __exit__ ends; after an error it has ended already
         self.entered_by = os.getpid()
         atexit.register(self.end_at_exit)
         return self
@@ -144,11 +144,13 @@ class CheckpointManager:
         """Raise on all ranks where one has no part of what an optimizer trains, under FSDP1."""
         if not self.state.has_flat_parameters():
             return
-        of_ranks = self.saves.calling.together(_elements_trained, self.state)
-        for number, of_optimizer in enumerate(zip(*of_ranks, strict=True)):
-            if any(of_optimizer) and not all(of_optimizer):
+        by_rank = self.saves.calling.together(_elements_trained, self.state)
+        by_optimizer = zip(*by_rank, strict=True)
+        for number, elements in enumerate(by_optimizer):
+            is_trained = any(elements)
+            if is_trained and 0 in elements:
                 raise RuntimeError(
-                    f"rank {of_optimizer.index(0)} holds nothing of what optimizer {number} "
+                    f"rank {elements.index(0)} holds nothing of what optimizer {number} "
                     f"trains, so that it has no state there, and FullyShardedDataParallel cannot "
                     f"save it: shard each layer by itself (auto_wrap_policy), or use fully_shard"
                 )
@@ -334,14 +336,16 @@ def _refuse_ranks_without_a_group() -> None:
 
 def _refuse_wrappers(model: nn.Module) -> None:
     """Raise where a wrapper is right around another from which torch cannot load it."""
-    from_inside = [*_WRAPPERS]
+    layers = {inside: number for number, inside in enumerate(_WRAPPERS)}  # 0: the innermost
     for name, module in model.named_modules():
         outer = _name_inside(module)
+        if outer is None:
+            continue
         for inner_module in module.children():
             inner = _name_inside(inner_module)
-            if outer is None or inner is None:
+            if inner is None:
                 continue
-            if from_inside.index(outer) < from_inside.index(inner):
+            if layers[outer] < layers[inner]:
                 shown = [part for part in name.split(".") if part not in _WRAPPERS]
                 where = ".".join(shown) or "the model"
                 raise TypeError(

@@ -45,10 +45,12 @@ class _Handler:
 
     def ask(self, one: "Preemption") -> None:
         """Ask ``one``, too, from now on."""
-        found = signal.signal(self.number, self.on_signal) or signal.SIG_DFL
-        if found != self.on_signal:
-            self.before = found
-        if self.process != os.getpid():
+        replaced = signal.signal(self.number, self.on_signal)
+        if replaced is None:  # a handler of C
+            replaced = signal.SIG_DFL
+        if replaced != self.on_signal:
+            self.before = replaced
+        if self.process != os.getpid():  # the first time, or those that are open are a parent's
             self.process = os.getpid()
             self.open = weakref.WeakSet()
             os.register_at_fork(after_in_child=self.give_back_handler)
@@ -114,14 +116,14 @@ class Preemption:
         self.grace_s = {int(number): seconds for number, seconds in grace_s.items()}
         self.asked = False
         self.all_step = False
-        self.answer = False
+        self.answer = False  # the latest
         self.is_answered = False  # in this step
-        self.has_stepped = False
-        self.entered = False
+        self.has_stepped = False  # an optimizer, since the block was entered
+        self.entered = False  # with a process group
         self.left = threading.Event()
-        self.may_listen = threading.Lock()  # who gets it listens
-        self.has_listened = threading.Event()
-        self.vote: tuple[torch.Tensor, dist.Work] | None = None
+        self.may_listen = threading.Lock()  # who gets it listens; nobody gives it back
+        self.has_listened = threading.Event()  # all ranks leave
+        self.vote: tuple[torch.Tensor, dist.Work] | None = None  # under way
         self.hook = None
         for number in self.grace_s:
             _HANDLERS.setdefault(number, _Handler(number)).ask(self)
@@ -192,12 +194,17 @@ class Preemption:
         """
         if dist.is_initialized() and not self.entered:
             raise RuntimeError("enter its block when the process group is there")
-        if self.answer or self.is_answered:
-            return self.answer
-        if self.entered and self.all_step and not self.has_stepped:
+        if self.answer:
+            return True  # for good
+        if self.is_answered:
+            return False  # until an optimizer steps
+        if not self.entered:
+            self.answer = self.asked  # this rank is alone
+        elif self.all_step and not self.has_stepped:
             return False
-        self.answer = self.ask_all_ranks() if self.entered else self.asked
-        self.is_answered = self.has_stepped
+        else:
+            self.answer = self.ask_all_ranks()
+        self.is_answered = self.has_stepped  # before the first step nothing ends an answer
         return self.answer
 
     def ask_all_ranks(self) -> bool:

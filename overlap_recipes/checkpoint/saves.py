@@ -30,6 +30,16 @@ def is_end_of_job(kind: type[BaseException] | None) -> bool:
     return kind is None or issubclass(kind, SystemExit)
 
 
+def _asked_each_time(
+    tensors: Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]],
+) -> Callable[[], Iterable[torch.Tensor]]:
+    """A function that returns ``tensors``; each plan calls it, as ``model.to`` replaces buffers."""
+    if callable(tensors):
+        return tensors
+    kept = list(tensors)
+    return lambda: kept
+
+
 class Saves:
     """Save checkpoints of all ranks during training; a context manager around the loop.
 
@@ -76,10 +86,7 @@ class Saves:
         if write_threads is not None and not 1 <= write_threads <= FILES:
             raise ValueError(f"write_threads is {write_threads}: give 1 to {FILES}, or None")
         self.device = torch.empty(0, device=device).device  # with its index
-        changing = changed_by_forward  # asked for at every plan: ``model.to`` replaces buffers
-        if not callable(changing):
-            changing = list(changing).copy
-        self.staging = Staging(self.device, changing, host_bytes)
+        self.staging = Staging(self.device, _asked_each_time(changed_by_forward), host_bytes)
         self.working_directory = Path.cwd()
         self.writer = FileWriter() if writer is None else writer
         self.shared = shared
@@ -153,9 +160,7 @@ class Saves:
         self.latest = job.done
         self.compared = job.compared
         try:
-            if self.preparation is not None:
-                self.preparation.wait()
-                self.preparation = None  # not before: an interrupted wait leaves it to the next
+            self.wait_for_preparation()
             self.wait_for_buffer(before)
             job.state = read(state_dict, job.tensors)
             self.stage(job)
@@ -163,7 +168,7 @@ class Saves:
             job.error = failure.with_traceback(None)  # whose frames hold a plan and its memory
             if not isinstance(failure, Exception):
                 raise
-        finally:  # the other ranks are saving: they will be told
+        finally:  # even without a state: the other ranks are saving, and the thread tells them
             job.call_s = time.monotonic() - began
             self.writing.put(partial(self.writing.write, job))
         if self.calls == 1:
@@ -210,6 +215,12 @@ class Saves:
                 f"init_process_group a longer timeout"
             ) from lost
 
+    def wait_for_preparation(self) -> None:
+        """Return when what ``prepare`` has begun has ended; what has not begun is dropped."""
+        if self.preparation is not None:
+            self.preparation.wait()
+            self.preparation = None  # not before: an interrupted wait leaves it to the next
+
     def wait_for_buffer(self, before: Future) -> None:
         """Return when the save before this one is written."""
         if before.done():
@@ -235,7 +246,7 @@ class Saves:
 
     @torch.compiler.disable  # a compiled optimizer step would keep one save's event
     def before_step(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-        """An optimizer is about to step."""
+        """An optimizer is about to step: wait for copies; a preparation may begin."""
         self.staging.before_update()
         wanted = self.preparation
         if wanted is None or wanted.has_begun():
@@ -245,7 +256,7 @@ class Saves:
             return
         try:
             wanted.ask()
-        finally:  # a save waits for the end of what has begun
+        finally:  # it has begun, and a save waits for its end, even after an interrupt
             self.writing.put(partial(self.make_ready, wanted))
 
     def make_ready(self, wanted: Preparation) -> None:

@@ -195,7 +195,7 @@ class Writing:
     def write(self, job: Job) -> None:
         """Write one state where nobody takes it for a checkpoint; commit it when it is complete."""
         target = job.target
-        may_be_dropped = False
+        may_be_dropped = False  # from when all ranks have begun this save to its commit
         began = time.monotonic()
         try:
             told = self.talk.together(self.begin, job)
@@ -207,7 +207,7 @@ class Writing:
             files: dict[str, int] = {}
             for of_rank in self.talk.together(self.write_files, job, told[0].place):
                 files.update(of_rank)
-            may_be_dropped = False
+            may_be_dropped = False  # a commit that fails may have named it
             self.talk.on_first_rank(target.commit, files)
             LOG.info(
                 "%s: the call took %.3f s, staged in %.2f s, written in %.2f s",
