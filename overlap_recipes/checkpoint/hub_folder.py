@@ -201,11 +201,10 @@ def _compare(model: nn.Module, folder: Path) -> tuple[dict[str, _Stored], dict[s
         for part in parts[name]:
             expected.add(part.name)
             wrong.extend(_wrong_part(part, tensor, stored))
-        for alias in aliases.get(name, []):
-            if alias in stored and alias not in expected:
-                if stored[alias].shape != tuple(tensor.shape):
-                    wrong.append(_other_copy(alias, name))
-                expected.add(alias)
+        for alias in _second_copies(aliases.get(name, []), parts[name], stored):
+            expected.add(alias)
+            if stored[alias].shape != tuple(tensor.shape):
+                wrong.append(_other_copy(alias, name))
     for name in stored:
         if name not in expected:
             wrong.append(f"  {name}: only in the folder")
@@ -222,6 +221,12 @@ def _stored_name(name: str, aliases: dict[str, list[str]], stored: dict[str, _St
         if alias in stored:
             return alias
     return name
+
+
+def _second_copies(aliases: list[str], parts: list[Part], stored: dict[str, _Stored]) -> list[str]:
+    """Those of a tied tensor's other names under which the folder has it once more."""
+    read = {part.name for part in parts}
+    return [alias for alias in aliases if alias in stored and alias not in read]
 
 
 def _wrong_part(part: Part, tensor: torch.Tensor, stored: dict[str, _Stored]) -> list[str]:
@@ -279,7 +284,7 @@ def give_memory(
         for other in others:
             owner, _, own = other.rpartition(".")
             module = model.get_submodule(owner)
-            if getattr(module, own) is not model.get_parameter(name):
+            if getattr(module, own) is not model.get_parameter(name):  # ``to_empty`` unties it
                 setattr(module, own, model.get_parameter(name))
     for name, buffer in kept.items():
         model.get_buffer(name).copy_(buffer)
@@ -310,22 +315,21 @@ def _fill_buffers(model: nn.Module, kept: object, initialize: _Initialize) -> No
     Raises:
         ValueError: some are not filled as a whole, or not the same way twice.
     """
-    modules: dict[str, nn.Module] = {}
-    unfilled: dict[str, list[str]] = {}  # names of buffers, by their module's
+    to_fill: dict[str, list[str]] = {}  # names of buffers, by their module's
     for path, module in model.named_modules():
         names: list[str] = []
         for name in sorted(module._non_persistent_buffers_set):
             if module._buffers.get(name) is not None and _full_name(path, name) not in kept:
                 names.append(name)
         if names:
-            modules[path] = module
-            unfilled[path] = names
+            to_fill[path] = names
+    unfilled = {**to_fill}  # all, until a module has been called: ``initialize`` may raise
     try:
-        for path, names in unfilled.items():
-            unfilled[path] = _unfilled_by(initialize, modules[path], names)
+        for path, names in to_fill.items():
+            unfilled[path] = _unfilled_by(initialize, model.get_submodule(path), names)
     finally:
         for path, names in unfilled.items():
-            _back_to_meta(modules[path], names)
+            _back_to_meta(model.get_submodule(path), names)
     missing: list[str] = []
     for path, names in unfilled.items():
         missing.extend(_full_name(path, name) for name in names)
@@ -382,14 +386,14 @@ def _read_weights(
     """Read this rank's rows of all tensors; return how many bytes they have in the model."""
     nbytes = 0
     aliases = _aliases_of(model)
-    second_copies: list[tuple[str, str, torch.Tensor]] = []  # of tied weights, in the folder
+    second_copies: list[tuple[str, str, torch.Tensor]] = []  # compared when the first are there
     with ExitStack() as closing:
         opened: dict[Path, OpenFile] = {}
         for file in sorted({each.file for each in stored.values()}):
             opened[file] = OpenFile(file, None)
             closing.callback(opened[file].close)
         pieces = _Pieces()
-        waiting = 0
+        waiting = 0  # bytes of blocks that are cast after the read
         for name, tensor in weights(model).items():
             nbytes += shard_of(tensor).nbytes
             for part in parts[name]:
@@ -398,10 +402,8 @@ def _read_weights(
                 _carry_out(pieces, opened, tensor.device)
                 pieces = _Pieces()
                 waiting = 0
-            read_names = {part.name for part in parts[name]}
-            for alias in aliases.get(name, []):
-                if alias in stored and alias not in read_names:
-                    second_copies.append((alias, name, tensor))
+            for alias in _second_copies(aliases.get(name, []), parts[name], stored):
+                second_copies.append((alias, name, tensor))
         _carry_out(pieces, opened, _device_of(model))
         for alias, name, tensor in second_copies:
             _compare_copy(alias, name, tensor, stored[alias], opened, folder)

@@ -72,6 +72,7 @@ def load(
     def look() -> list[Fit]:
         return [Fit(key, states[key], entries[key], Skip(skip), lists) for key in entries]
 
+    # up to the refusal nothing of the job changes
     fits = own_result(look, process_group)
     rooms: dict[str, object] = {}
     wrong: list[str] = []
@@ -82,15 +83,12 @@ def load(
         wrong += differing_frozen(trained, fit.contents, fit.skip.covers, process_group)
     _refuse_on_all_ranks(wrong, source, process_group)
 
-    others = {}
+    others = {}  # what is no TrainingState
     for key in sorted(states.keys() - entries.keys()):  # in one order, as dcp.load does it
         state = states[key]
         others[key] = state.state_dict() if isinstance(state, Stateful) else state
     targets = rooms | others
-    planner = SharedReads(process_group) if dist.is_initialized() else None
-    dcp.load(targets, storage_reader=reader, planner=planner, process_group=process_group)
-    if planner is not None:
-        planner.send()
+    _read(targets, reader, process_group)
     for key in others:
         if isinstance(states[key], Stateful):
             states[key].load_state_dict(targets[key])
@@ -98,6 +96,18 @@ def load(
             states[key] = targets[key]
     for fit in fits:
         fit.finish(targets)
+
+
+def _read(
+    targets: dict[str, object], reader: dcp.StorageReader, process_group: dist.ProcessGroup | None
+) -> None:
+    """Fill ``targets``, by name; what several ranks want is read on one, and sent."""
+    planner = None
+    if dist.is_initialized():
+        planner = SharedReads(process_group)
+    dcp.load(targets, storage_reader=reader, planner=planner, process_group=process_group)
+    if planner is not None:
+        planner.send()
 
 
 def _refuse_on_all_ranks(

@@ -188,12 +188,11 @@ class Reader(dcp.FileSystemReader):
             if first is None or not is_as_listed or not _can_take_bytes(target, place.dtype):
                 others.append(item)
                 continue
-            if target.device.type != "cpu":
-                if device.type == "cpu":
-                    device = target.device
-                if device != target.device:
-                    others.append(item)
-                    continue
+            if target.device.type != "cpu" and device.type == "cpu":
+                device = target.device  # the first; threads copy to no second one
+            if target.device.type != "cpu" and target.device != device:
+                others.append(item)
+                continue
             found.append((item, target))
             if target.numel():
                 file = opened[info.relative_path]
@@ -349,20 +348,17 @@ def ranges(
 
 def reads_of(file: OpenFile, wanted: list[Wanted]) -> list[Read]:
     """Pieces of ``file``, in whole blocks, that hold all that is wanted; each byte once."""
-    blocks: set[tuple[int, int]] = set()
-    for part in wanted:
-        begin, end = file.whole_blocks(part.begin, part.end)
-        for at in range(begin // PIECE * PIECE, end, PIECE):
-            blocks.add((max(at, begin), min(at + PIECE, end)))
     reads: list[Read] = []
-    for begin, end in sorted(blocks):
-        last = reads[-1] if reads else None
-        is_near = last is not None and begin <= last.end + _GAP
+    for begin, end in _pieces_of(file, wanted):
+        if not reads:
+            reads.append(Read(file, begin, end))
+            continue
+        last = reads[-1]
+        is_near = begin <= last.end + _GAP
         if is_near and max(end, last.end) - last.begin <= PIECE:
-            last.end = max(last.end, end)
-        elif last is None or end > last.end:
-            at = max(begin, last.end) if last is not None else begin
-            reads.append(Read(file, at, end))
+            last.end = max(end, last.end)
+        elif end > last.end:
+            reads.append(Read(file, max(begin, last.end), end))
     begins = [read.begin for read in reads]
     for part in wanted:
         number = max(0, bisect_right(begins, part.begin) - 1)  # the read that its first byte is in
@@ -370,6 +366,19 @@ def reads_of(file: OpenFile, wanted: list[Wanted]) -> list[Read]:
             reads[number].parts.append(part)
             number += 1
     return reads
+
+
+def _pieces_of(file: OpenFile, wanted: list[Wanted]) -> list[tuple[int, int]]:
+    """Begins and ends, in order, of whole blocks that hold ``wanted``; cut at multiples of a piece.
+
+    They may overlap: two parts may want bytes of one block.
+    """
+    found: set[tuple[int, int]] = set()
+    for part in wanted:
+        begin, end = file.whole_blocks(part.begin, part.end)
+        for at in range(begin // PIECE * PIECE, end, PIECE):
+            found.add((max(at, begin), min(at + PIECE, end)))
+    return sorted(found)
 
 
 class Ring:
