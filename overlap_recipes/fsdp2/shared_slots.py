@@ -85,9 +85,11 @@ class Slots:
 
         group.slot = self.free_slot(_rounded_up(end, _GRAIN), exclusive)
         group.slot.number = self.given
-        group.sample = None
+
+        group.sample = None  # what was noted of the slot before
         group.full_versions = ()
         group.versions_in_use = ()
+
         group.large = []  # pairs: where to, and where from
         group.small_to = []
         group.small_from = []
@@ -162,9 +164,9 @@ class Slots:
         in_backward = torch._C._current_graph_task_id() != -1
         recomputed = group._training_state.name == "FORWARD" and in_backward
         if not other.is_unsharded:
-            other.drop()
+            other.drop()  # a gather ahead of its turn, which nobody has used
         elif recomputed or not group.in_graph:
-            self.give(group, exclusive=True)
+            self.give(group, exclusive=True)  # no view of the slot before is of this backward
         else:
             names = [type(g.modules[0]).__name__ for g in (group, other)]
             raise RuntimeError(
@@ -347,19 +349,20 @@ def counted() -> weakref.WeakSet:
 
     @torch.compiler.disable
     def count(optimizer: torch.optim.Optimizer, *_) -> None:
+        """PyTorch counts no change by a fused step; here it counts, of what is in a unit."""
         held = []
         for settings in optimizer.param_groups:
             for parameter in settings["params"]:
                 if parameter.layout is torch.strided:  # a sparse one has no storage
                     held.append(parameter)
-        known = [parameter for parameter in held if hasattr(parameter, "is_gathered")]
-        if len(known) < len(held):  # others may be views of ours
+        stepped = [parameter for parameter in held if hasattr(parameter, "is_gathered")]
+        if len(stepped) < len(held):  # others may be views of ours: look at all, which is slow
             ours = set()
             for group in groups:
                 for p in group.fsdp_params:
                     ours.add(storage_of(p.sharded_param))
-            known = [parameter for parameter in held if storage_of(parameter) in ours]
-        increment_version(known)
+            stepped = [parameter for parameter in held if storage_of(parameter) in ours]
+        increment_version(stepped)
 
     groups.hook = register_optimizer_step_post_hook(count)  # for good: not to be removed in a step
     return groups
