@@ -5,6 +5,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 
 import torch
 from torch import nn
@@ -62,6 +63,11 @@ def numbers_of(settings: dict, scale: float) -> list[float]:
     beta1, beta2 = settings["betas"]
     rate = float(settings["lr"])
     return [rate, beta1, beta2, settings["eps"], settings["weight_decay"], scale]
+
+
+def copy_of_settings(group: dict) -> dict:
+    """What a group of parameters has besides them; a later change of it does not reach the copy."""
+    return {name: deepcopy(value) for name, value in group.items() if name != "params"}
 
 
 def update_pieces(block: _Tensors, parts: list[_Tensors], step: _Tensors, numbers: list[float]):

@@ -5,11 +5,12 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 from torch.func import functional_call
 
 from ..ranks import own_result
@@ -80,10 +81,13 @@ def check_first_step(streamed: StreamedModel, run: Callable[[], object]) -> bool
 
 
 def _refuse_gradients(streamed: StreamedModel) -> None:
-    there = any(parameter.grad is not None for parameter in streamed.model.parameters())
     for layer in range(len(streamed.layers)):
-        streamed.look_at_gradients(layer)
-    if there or streamed.summed:
+        streamed.forget_dropped_sum(layer)  # what ``zero_grad()`` has dropped does not count
+    has_gradients = len(streamed.summed) > 0
+    for parameter in streamed.model.parameters():
+        if parameter.grad is not None:
+            has_gradients = True
+    if has_gradients:
         raise RuntimeError(
             "there are gradients already: check before the first backward, or drop them"
         )
@@ -100,12 +104,13 @@ def _compare_runs(streamed: StreamedModel, run: Callable[[], object]) -> bool:
     resident = _resident_results(streamed, run)
     if _first_difference(ours, resident) is None:
         return True
-    in_our_order = _resident_results(streamed, run, _layers_add_first)
+    in_our_order = _resident_results(streamed, run, layers_add_first=True)
     difference = _first_difference(ours, in_our_order)
     if difference is None:
         return False
-    again = _first_difference(_resident_results(streamed, run, _layers_add_first), in_our_order)
-    if again is not None and again.place == difference.place:
+    once_more = _resident_results(streamed, run, layers_add_first=True)
+    by_chance = _first_difference(once_more, in_our_order)
+    if by_chance is not None and by_chance.place == difference.place:
         raise AssertionError(
             f"{difference.words}; but two resident runs differ there as well: "
             "see torch.use_deterministic_algorithms"
@@ -119,15 +124,27 @@ def _compare_runs(streamed: StreamedModel, run: Callable[[], object]) -> bool:
 
 
 def _resident_results(
-    streamed: StreamedModel, run: Callable[[], object], order: Callable = nullcontext
+    streamed: StreamedModel, run: Callable[[], object], layers_add_first: bool = False
 ) -> Results:
-    """Of a run with all layers on the device, or, if that has not the memory, of one at a time."""
+    """Of a run with all layers on the device, or, if that has not the memory, of one at a time.
+
+    ``layers_add_first``: with sums in the order in which a streamed model has them.
+    """
     try:
-        with _unchanged(streamed), all_on_device(streamed), order(streamed):
-            return _results_of(streamed, run)
+        with _unchanged(streamed), all_on_device(streamed):
+            return _results_with_sums(streamed, run, layers_add_first)
     except torch.OutOfMemoryError:
-        pass
-    with _unchanged(streamed), _one_on_device(streamed), order(streamed):
+        pass  # not here: the error holds what the run had on the device
+    with _unchanged(streamed), _one_on_device(streamed):
+        return _results_with_sums(streamed, run, layers_add_first)
+
+
+def _results_with_sums(
+    streamed: StreamedModel, run: Callable[[], object], layers_add_first: bool
+) -> Results:
+    if not layers_add_first:
+        return _results_of(streamed, run)
+    with _layers_add_first(streamed):  # around the forwards that layers have now
         return _results_of(streamed, run)
 
 
@@ -148,20 +165,26 @@ def _results_of(streamed: StreamedModel, run: Callable[[], object]) -> Results:
 
 def gradients_of(streamed: StreamedModel) -> dict[str, torch.Tensor]:
     """By name, on the host; those of layers in the dtype of their sums."""
-    summed = {}  # views of sums, by parameter
-    dtypes = {}
+    sums = {}  # by parameter of a streamed layer: where the host adds up its gradients
+    summed = set()  # parameters of whose gradients there is a sum
     for number, layer in enumerate(streamed.layers):
         for gradients in layer.gradients:
             for name, view in gradients.views.items():
-                dtypes[layer.trained[name]] = view.dtype
+                parameter = layer.trained[name]
+                sums[parameter] = view
                 if number in streamed.summed:
-                    summed[layer.trained[name]] = view
+                    summed.add(parameter)
     found = {}
     for name, parameter in streamed.model.named_parameters():
-        gradient = summed.get(parameter, parameter.grad)
-        if gradient is not None:
-            dtype = dtypes.get(parameter, gradient.dtype)
-            found[name] = gradient.detach().to("cpu", dtype, copy=True)
+        gradient = parameter.grad
+        if parameter in summed:
+            gradient = sums[parameter]
+        if gradient is None:
+            continue
+        dtype = gradient.dtype
+        if parameter in sums:  # of a resident run, too: so that both can be compared
+            dtype = sums[parameter].dtype
+        found[name] = gradient.detach().to("cpu", dtype, copy=True)
     return found
 
 
@@ -183,7 +206,7 @@ def _without_optimizer(streamed: StreamedModel) -> Iterator[None]:
 
 
 def _plain_layers(streamed: StreamedModel) -> list[Plain]:
-    """Of all layers, those that stay on the device as well."""
+    """Of all layers: those that stay on the device, and those that are streamed."""
     return [*streamed.resident.plain, *streamed.plain]
 
 
@@ -287,31 +310,46 @@ def _run_with_copies(plain: Plain, device: torch.device, /, *args, **kwargs):
 
 @contextmanager
 def _unchanged(streamed: StreamedModel) -> Iterator[None]:
-    """After the block, what modules keep and random numbers are as before; no gradients are there.
-
-    What modules keep are their buffers, attributes, and what these hold.
-    """
+    """After the block, what modules keep and random numbers are as before, without gradients."""
     streamed.wait()
-    modules = {}
-    contents = []
-    for module in streamed.model.modules():
-        attributes = {name: fresh(value) for name, value in attributes_of(module).items()}
-        modules[module] = attributes
-        contents.append(Contents([*own_values(attributes), attributes["_buffers"]]))
+    restore_modules = _kept_by_modules(streamed.model)
     restore_numbers = _random_numbers(streamed.device)
     try:
         yield
     finally:
-        exchange(modules)
+        restore_modules()
+        restore_numbers()
+        _forget_run(streamed)
+
+
+def _kept_by_modules(model: nn.Module) -> Callable[[], None]:
+    """What lets modules keep what they keep now: buffers, attributes, and what these hold."""
+    attributes_by_module = {}
+    contents = []
+    for module in model.modules():
+        attributes = {name: fresh(value) for name, value in attributes_of(module).items()}
+        attributes_by_module[module] = attributes
+        values = own_values(attributes)
+        values.append(attributes["_buffers"])
+        contents.append(Contents(values))
+
+    def restore() -> None:
+        exchange(attributes_by_module)
         for each in contents:
             each.put_back()
-        restore_numbers()
-        streamed.wait()
-        streamed.summed.clear()
-        streamed.recorded.clear()
-        for layers in (streamed, streamed.resident):
-            layers.alike.clear()  # the loop may change what ``run`` leaves alone
-        streamed.model.zero_grad()
+
+    return restore
+
+
+def _forget_run(streamed: StreamedModel) -> None:
+    """Forget what a run has left in a streamed model: gradients, and what it was to compare."""
+    streamed.wait()
+    streamed.summed.clear()
+    streamed.recorded.clear()
+    # The loop may change what ``run`` leaves alone: its first runs are compared, too.
+    streamed.alike.clear()
+    streamed.resident.alike.clear()
+    streamed.model.zero_grad()
 
 
 def _random_numbers(device: torch.device) -> Callable[[], None]:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -271,20 +272,21 @@ class HostUpdates(Follower):
         waits gets that error. The block is a part of the same step: until it ends without an error,
         the step counts as interrupted, and whoever waits is told to load a checkpoint.
         """
-
-        def arrival() -> None:
-            try:
-                work(announced, *args)
-            except BaseException as error:
-                self.drop(announced, error)
-                raise
-
-        self.latest = Future()
-        self.latest.set_exception(RuntimeError("a step was interrupted: load a checkpoint"))
+        interrupted = Future()
+        interrupted.set_exception(RuntimeError("a step was interrupted: load a checkpoint"))
+        self.latest = interrupted  # before loads wait for what may never begin
         announced = self.announce(layers, settings)
-        arrived = self.arrivals.submit(arrival)
+        arrived = self.arrivals.submit(partial(self.run_or_drop, announced, work, args))
         yield
         self.latest = arrived
+
+    def run_or_drop(self, announced: dict[int, LayerUpdate], work: Callable, args: tuple) -> None:
+        """The thread of arrivals: call ``work``; who waits for these layers gets what it raises."""
+        try:
+            work(announced, *args)
+        except BaseException as error:
+            self.drop(announced, error)
+            raise
 
     # Any thread, when the gradients are on the host
 

@@ -3,7 +3,7 @@
 """Any layer as one node of autograd: run again in backward, differentiated there."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import Protocol
@@ -105,6 +105,39 @@ def _leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
     return leaves
 
 
+def _refuse_other_leaves(views: dict[str, torch.Tensor], ends: list, begins: list) -> None:
+    """Refuse a layer whose graph has gradients for more than its inputs and ``views``, its weights.
+
+    Raises:
+        RuntimeError: those would be lost.
+    """
+    weights = {id(view) for view in views.values()}
+    for leaf in _leaves_of(ends, begins):
+        if id(leaf) not in weights:
+            raise RuntimeError(
+                "a layer reads a tensor that is trained, and is neither its parameter nor in "
+                "its arguments: pass it as an argument; one that forward makes needs no "
+                "requires_grad_()"
+            )
+
+
+def _put_into(left: tuple, call: dict) -> list[torch.Tensor]:
+    """What a layer has put into lists and dicts among its arguments: it leaves it like a result."""
+    given = {id(x) for x in tensors_in((call["args"], call["kwargs"]))}
+    return [y for y in tensors_in(left) if id(y) not in given]
+
+
+def _ends_of(outputs: list[torch.Tensor]) -> list[GradientEdge | None]:
+    """Where a layer's graph ends, by output; None if no gradient can come to it."""
+    ends = []
+    for y in outputs:
+        end = None
+        if y.requires_grad:
+            end = get_gradient_edge(y)
+        ends.append(end)
+    return ends
+
+
 def _pairs_of(ends: list, grads: tuple) -> list[tuple]:
     """Where a graph ends, beside the gradient that comes in there, where both are."""
     pairs = []
@@ -199,19 +232,21 @@ class Run:
         read += self.owner.sources(self.index)
         versions = [version_of(x) for x in read]
         sample = self.owner.sample(self.index)
-        args, kwargs = exchanged((args, kwargs), {})
-        if self.state is None:
+        args, kwargs = exchanged((args, kwargs), {})  # its own lists and dicts, the same tensors
+        is_first = self.state is None
+        if is_first:
             self.versions = versions
             self.sample = sample
             with _naming_changed_inputs():
                 result = self.first(args, kwargs)
-        elif self.versions == versions and torch.equal(self.sample, sample):
-            result = self.again(args, kwargs)
-        else:
+            return result, (args, kwargs)
+        is_changed = self.versions != versions or not torch.equal(self.sample, sample)
+        if is_changed:
             raise RuntimeError(
                 "a weight or an argument of a layer was changed between forward and backward: run "
                 "forward again, or change it behind backward"
             )
+        result = self.again(args, kwargs)
         return result, (args, kwargs)
 
     def first(self, args: tuple, kwargs: dict):
@@ -300,34 +335,25 @@ class _Through(torch.autograd.Function):
         title = owner.title(index)
         with torch.enable_grad():
             entrances = [_Entrance.apply(x.detach(), door, title) for x in inputs]
-            entered = {id(x): entrance for x, entrance in zip(inputs, entrances, strict=True)}
+            entered = {}  # by the input's ``id``
+            originals = {}  # by the entrance's ``id``
+            for x, entrance in zip(inputs, entrances, strict=True):
+                entered[id(x)] = entrance
+                originals[id(entrance)] = x
             args, kwargs = exchanged((call["args"], call["kwargs"]), entered)
-            with runs_to_its_end(owner, index):
+            with early_stop(owner, index):
                 returned = checkpoint(Run(owner, index), args, kwargs, use_reentrant=False)
         result, left = returned
         hand_out_hooks(zip(inputs, entrances, strict=True))
-        # What the layer has put into lists and dicts leaves it as its result does.
-        originals = {id(entrance): x for x, entrance in zip(inputs, entrances, strict=True)}
         left = exchanged(left, originals)
-        given = {id(x) for x in tensors_in((call["args"], call["kwargs"]))}
-        put = [y for y in tensors_in(left) if id(y) not in given]
-        outputs = tensors_in(result) + put
+        outputs = tensors_in(result) + _put_into(left, call)
         call["result"] = result
         call["left"] = left
         call["outputs"] = outputs
 
         ctx.begins = [get_gradient_edge(entrance) for entrance in entrances]
-        ctx.ends = []  # of each output; None if no gradient can come to it
-        for y in outputs:
-            ctx.ends.append(get_gradient_edge(y) if y.requires_grad else None)
-        weights = {id(view) for view in owner.views[index].values()}
-        for leaf in _leaves_of(ctx.ends, ctx.begins):
-            if id(leaf) not in weights:
-                raise RuntimeError(
-                    "a layer reads a tensor that is trained, and is neither its parameter nor in "
-                    "its arguments: pass it as an argument; one that forward makes needs no "
-                    "requires_grad_()"
-                )
+        ctx.ends = _ends_of(outputs)
+        _refuse_other_leaves(owner.views[index], ctx.ends, ctx.begins)
         detached = tuple(y.detach() for y in outputs)
         constant = [y for y, end in zip(detached, ctx.ends, strict=True) if end is None]
         ctx.mark_non_differentiable(*constant)
@@ -377,14 +403,15 @@ def trial_of(owner: _Owner, index: int) -> tuple[int, bool]:
     return index, owner.plain[index].layer.training
 
 
-def runs_to_its_end(owner: _Owner, index: int):
-    """In the block, a layer is checkpointed so that backward may leave off early, but twice.
+def early_stop(owner: _Owner, index: int) -> AbstractContextManager:
+    """For ``checkpoint`` in the block: whether a layer's second run may leave off early.
 
-    RReLU would keep noise which its kernel has not written yet (pytorch#193671). The first run of
-    all is compared with its second, which needs a result for that.
+    It may where backward has all that it needs before the layer's end, but for two cases. The first
+    run of all is compared with its second, which needs a result for that. And RReLU would keep
+    noise which its kernel has not written yet (pytorch#193671).
     """
-    has_noise = any(isinstance(module, nn.RReLU) for module in owner.plain[index].modules())
     has_been_compared = trial_of(owner, index) in owner.alike
+    has_noise = any(isinstance(module, nn.RReLU) for module in owner.plain[index].modules())
     return set_checkpoint_early_stop(has_been_compared and not has_noise)
 
 

@@ -37,6 +37,17 @@ def resident_bytes(layer: nn.Module) -> int:
     return total
 
 
+def _split(layers: list[nn.Module], budget: int) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The lowest layers, as many as ``budget`` bytes of the device hold; and the others."""
+    resident = []
+    streamed = list(layers)
+    while streamed and resident_bytes(streamed[0]) <= budget:
+        lowest = streamed.pop(0)
+        budget -= resident_bytes(lowest)
+        resident.append(lowest)
+    return resident, streamed
+
+
 class _ResidentLayers:
     """Layers that stay on the device; backward runs them again like the others."""
 
@@ -62,26 +73,35 @@ class _ResidentLayers:
             return self.run(index, args, kwargs)
         node.refuse_func()
         args, kwargs = caches.empty_copies(index, args, kwargs)
-        entrances = {}  # by the input's ``id``
-        originals = {}  # by the ``id`` of the view in its place
         inputs = arguments.inputs_of((args, kwargs))
-        for x in inputs:
-            view = x.view_as(x)
-            entrances[id(x)] = view
-            originals[id(view)] = x
-        its_args, its_kwargs = arguments.exchanged((args, kwargs), entrances)
-        run = node.Run(self, index)
+        views = [x.view_as(x) for x in inputs]
+        view_of = {}  # by the input's ``id``
+        input_of = {}  # by the view's ``id``
+        for x, view in zip(inputs, views, strict=True):
+            view_of[id(x)] = view
+            input_of[id(view)] = x
+        its_args, its_kwargs = arguments.exchanged((args, kwargs), view_of)
+        result, left = self.checkpointed(index, its_args, its_kwargs)
+        node.hand_out_hooks(zip(inputs, views, strict=True))
+        arguments.handed_back((args, kwargs), arguments.exchanged(left, input_of))
+        return result
+
+    def checkpointed(self, index: int, args: tuple, kwargs: dict) -> tuple:
+        """The layer's result, and the arguments as it has left them.
+
+        Raises:
+            RuntimeError: the layer calls backward.
+        """
         gradients = self.gradients_of(index)
-        with node.runs_to_its_end(self, index):
-            result, left = node.checkpoint(run, its_args, its_kwargs, use_reentrant=False)
+        run = node.Run(self, index)
+        with node.early_stop(self, index):
+            result, left = node.checkpoint(run, args, kwargs, use_reentrant=False)
         if self.gradients_of(index) != gradients:
             raise RuntimeError(
                 f"{self.title(index)} calls backward in its forward, and would again when backward "
                 "runs it again: return what a loss is computed with, or keep such layers out"
             )
-        node.hand_out_hooks((x, entrances[id(x)]) for x in inputs)
-        arguments.handed_back((args, kwargs), arguments.exchanged(left, originals))
-        return result
+        return result, left
 
     def gradients_of(self, index: int) -> list[tuple[int, int]]:
         """Which gradients a layer's weights have, and how often each has changed."""
@@ -125,14 +145,12 @@ class StreamedModel(StreamedLayers):
     """
 
     def __init__(self, model: nn.Module, layers: Iterable, device, *, budget=0, **settings) -> None:
-        streamed = list(layers)
-        refuse_unfit(model, streamed)
-        resident = []
-        while streamed and resident_bytes(streamed[0]) <= budget:
-            budget -= resident_bytes(streamed[0])
-            resident.append(streamed.pop(0))
+        layers = list(layers)
+        refuse_unfit(model, layers)
+        resident, streamed = _split(layers, budget)
         refuse_shared_parameters(model, streamed)
         self.refuse_without_room(streamed, settings.get("gradient_dtype"))
+        # Before ``super().__init__``, which names layers; and ``give_back``, if that fails.
         self.model = model
         self.optimizer = None  # a ``HostAdamW``, which waits for its layers by itself
         self.ended = WeakSet()  # optimizers whose state is in the host's memory as long as they are
@@ -192,7 +210,7 @@ class StreamedModel(StreamedLayers):
 
     def call(self, index: int, /, *args, **kwargs):
         """What ``layer.forward`` is now."""
-        with node.named(self.title(index)), self.alone():
+        with node.named(self.title(index)), self.one_thread_at_a_time():
             node.refuse_func()
             self.check(self.layers[index])
             self.follower.before_forward(index)
@@ -261,7 +279,7 @@ class StreamedModel(StreamedLayers):
 
     # Sums of microbatches
 
-    def look_at_gradients(self, layer: int) -> None:
+    def forget_dropped_sum(self, layer: int) -> None:
         """Forget the host's sum of a layer if ``zero_grad()`` has dropped it.
 
         Raises:
@@ -269,31 +287,30 @@ class StreamedModel(StreamedLayers):
         """
         if not self.plain:
             raise RuntimeError("this model is closed")
-        trained = self.layers[layer].trained
-        handed_out = 0  # gradients, by ``hand_out_gradients``: those of their parameter's dtype
-        missing = 0  # of them, those that are not there
-        exchanged = False
+        are_there = []  # of the gradients that ``hand_out_gradients`` has made a ``parameter.grad``
+        is_exchanged = False
         for buffer in self.layers[layer].gradients:
             for name, view in buffer.views.items():
-                grad = trained[name].grad
+                parameter = self.layers[layer].trained[name]
+                grad = parameter.grad
                 if grad is not None:
-                    moved = grad.data_ptr() != buffer.addresses[name]
-                    exchanged = exchanged or moved or grad is not view
-                if trained[name].dtype == view.dtype:
-                    handed_out += 1
-                    if grad is None:
-                        missing += 1
-        if handed_out > 0 and missing == handed_out:
+                    has_moved = grad.data_ptr() != buffer.addresses[name]
+                    if has_moved or grad is not view:
+                        is_exchanged = True
+                if parameter.dtype == view.dtype:
+                    are_there.append(grad is not None)
+        if are_there and not any(are_there):
             self.summed.discard(layer)  # zero_grad() has forgotten it
-        if exchanged and layer not in self.summed:
+        has_sum = layer in self.summed
+        if is_exchanged and not has_sum:
             raise RuntimeError(
                 f"weights of {self.title(layer)} got gradients outside of its forward (its parts "
                 "are called, or its weights used, elsewhere), or parameter.grad was exchanged: "
                 "change it in place, or drop all; what uses a layer's weights outside of it goes "
                 "in a backward of its own, after that"
             )
-        gone_alone = layer in self.summed and missing > 0
-        if gone_alone or exchanged:
+        has_gone_alone = has_sum and not all(are_there)
+        if is_exchanged or has_gone_alone:
             raise RuntimeError(
                 "parameter.grad was exchanged: change it in place, or drop all; what uses a "
                 "layer's weights outside of it goes in a backward of its own, after that"
@@ -301,7 +318,7 @@ class StreamedModel(StreamedLayers):
 
     def load_sum(self, layer: int) -> bool:
         """Queue the copy of earlier microbatches' sum into the gradient slot, if there is one."""
-        self.look_at_gradients(layer)
+        self.forget_dropped_sum(layer)
         if layer not in self.summed:
             return False
         slot = layer % GRADIENT_SLOTS

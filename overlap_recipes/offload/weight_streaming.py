@@ -169,12 +169,14 @@ class StreamedLayers:
 
     def call(self, index: int, /, *args, **kwargs):
         """What ``layer.forward`` is now."""
-        with node.named(self.title(index)), self.alone():
+        with node.named(self.title(index)), self.one_thread_at_a_time():
             return self.forward(index, args, kwargs)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """The block is run by one thread at a time: slots and streams are of one.
+    def one_thread_at_a_time(self) -> Iterator[None]:
+        """Refuse a second thread in the block: slots and streams are of one.
+
+        The thread that is in such a block may begin another, as backward does that runs a layer.
 
         Raises:
             RuntimeError: another thread is in such a block.
@@ -270,7 +272,7 @@ class StreamedLayers:
         """
         if not pairs:
             return [None] * len(begins)
-        with node.named(self.title(index)), self.alone():
+        with node.named(self.title(index)), self.one_thread_at_a_time():
             return self.backward_of(index, begins, pairs, trains)
 
     def backward_of(self, index: int, begins: list, pairs: list, trains: bool) -> list:

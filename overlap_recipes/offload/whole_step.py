@@ -6,9 +6,9 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from copy import deepcopy
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,12 @@ from .streamable import refuse_layer_drop, refuse_unlike_plain
 _SAMPLE = 256  # elements of each parameter that are compared between ranks
 PATIENCE = timedelta(days=1)  # the job's own group ends a rank that hangs
 _DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+
+
+class _Written(NamedTuple):  # what an update of a layer takes: equal later if nobody has changed it
+    versions: list[int]  # of its gradients on the host
+    sample: list[int]  # of their bytes
+    settings: list[dict] | None  # None where a step takes those of its own time
 
 
 class HostAdamW(torch.optim.Optimizer, Follower):
@@ -84,7 +90,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         self.synchronises = True  # whether this backward is that of a step's last microbatch
         self.skipped = 0  # steps
         self.norms = {}  # of averaged gradients, by parameter
-        self.written = {}  # by layer: ``as_now`` when backward had stored its gradients
+        self.written = {}  # by layer: ``written_now`` at the end of backward
         self.samples = []  # by layer: of its gradients
         for layer in streamed.layers:
             self.samples.append(Sample(layer.gradients))
@@ -132,7 +138,8 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         if not self.has_compared:
             self.has_compared = True
             self.refuse_other_weights()
-        if self.synchronises and not self.averaged:
+        is_first_of_step = self.synchronises and not self.averaged
+        if is_first_of_step:
             layers = self.heard("backward", lambda: sorted(self.streamed.recorded))
             self.refuse_other_layers("forward", layers)
         self.refuse_updated(layer)
@@ -183,17 +190,19 @@ class HostAdamW(torch.optim.Optimizer, Follower):
 
     def note_written(self, layer: int) -> None:
         """Backward has stored a layer's gradients: note what they are."""
-        if self.in_backward or self.max_norm is not None:
-            self.written[layer] = self.as_now(layer)
+        if self.are_used_by_backward():
+            self.written[layer] = self.written_now(layer)
 
-    def as_now(self, layer: int) -> tuple:
-        """Of a layer's gradients on the host: how often they were written, a sample; settings."""
-        written = [buffer.flat._version for buffer in self.streamed.layers[layer].gradients]
+    def are_used_by_backward(self) -> bool:
+        """Whether gradients are not to be changed after it: it has used them, or their norms."""
+        return self.in_backward or self.max_norm is not None
+
+    def written_now(self, layer: int) -> _Written:
+        gradients = self.streamed.layers[layer].gradients
+        versions = [buffer.flat._version for buffer in gradients]
         sample = self.samples[layer].now().tolist()
-        settings = None  # a step uses those of its own time
-        if self.in_backward:
-            settings = self.settings()
-        return written, sample, settings
+        settings = self.settings() if self.in_backward else None
+        return _Written(versions, sample, settings)
 
     def heard(self, where: str, work: Callable[[], object]) -> list:
         """What ``work`` has returned on each rank, by rank; all must be at the same place.
@@ -271,17 +280,13 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             with torch.enable_grad():
                 loss = closure()
 
-        residents = self.residents_with_gradients()
+        residents = self.agree_on_gradients()
         for p in residents:
             if p not in self.state:  # it was frozen when this was made
                 self.state[p] = pieces.state_on_device(p)
-        for p in residents:
             self.average(p, p.grad)
         layers = sorted(self.streamed.summed)
-        trained = set(residents)
-        for layer in layers:
-            trained.update(self.streamed.layers[layer].trained.values())
-        norms = [self.norms[p] for p in self.group_of if p in trained]
+        norms = self.norms_of(residents, layers)
         if not norms:
             return loss
 
@@ -302,17 +307,25 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             self.forget()
         return loss
 
-    def residents_with_gradients(self) -> list[torch.nn.Parameter]:
-        """Parameters on the device that this step trains: those that a rank has a gradient of.
+    def norms_of(self, residents: list[torch.nn.Parameter], layers: list[int]) -> list:
+        """Of all that a step trains, in the order of groups."""
+        trained = set(residents)
+        for layer in layers:
+            trained.update(self.streamed.layers[layer].trained.values())
+        norms = [self.norms[p] for p in self.group_of if p in trained]
+        return norms
 
-        On a rank that has none, it is zeros, as ``DistributedDataParallel`` has it that finds
-        unused parameters.
+    def agree_on_gradients(self) -> list[torch.nn.Parameter]:
+        """Refuse other layers on other ranks; return what this step trains on the device.
+
+        It is what any rank has a gradient of. On a rank that has none, it is zeros, as
+        ``DistributedDataParallel`` has it that finds unused parameters.
 
         Raises:
             RuntimeError: on all ranks, that they have averaged other layers; or what one of them
                 finds wrong with its gradients.
         """
-        said = self.heard("step", self.look_at_gradients)
+        said = self.heard("step", self.own_gradients)
         self.refuse_other_layers("backward", [averaged for averaged, _ in said])
         found = set()
         for _, numbers in said:
@@ -323,7 +336,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
                 p.grad = torch.zeros_like(p)
         return residents
 
-    def look_at_gradients(self) -> tuple[list[int], list[int]]:
+    def own_gradients(self) -> tuple[list[int], list[int]]:
         """Layers that this rank has averaged; which parameters on the device have gradients.
 
         Raises:
@@ -333,7 +346,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         for number in found:
             pieces.refuse_sparse(self.residents[number])
         for layer in range(len(self.streamed.layers)):
-            self.streamed.look_at_gradients(layer)
+            self.streamed.forget_dropped_sum(layer)
         for layer in self.streamed.summed:
             self.check(layer)
         return self.averaged, found
@@ -363,8 +376,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         if any(p not in self.norms for p in trained):
             raise RuntimeError("a layer's last microbatch was in no_sync(): run it outside")
         self.refuse_changed_weights(layer)
-        fixed = self.in_backward or self.max_norm is not None
-        if fixed and self.written.get(layer) != self.as_now(layer):
+        if self.are_used_by_backward() and self.written.get(layer) != self.written_now(layer):
             raise RuntimeError(
                 "gradients, or settings, were changed after backward: see max_norm, which clips; a "
                 "GradScaler steps without unscale_"
@@ -380,7 +392,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
 
     def settings(self) -> list[dict]:
         """Of all groups, as they are now: a schedule may change them at once, tensors as well."""
-        return [_copy_of_settings(group) for group in self.param_groups]
+        return [pieces.copy_of_settings(group) for group in self.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that are not to be used; too late where layers were updated by them."""
@@ -450,7 +462,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         if self.in_backward or self.host.latest.exception():
             self.forget()
         for ours, theirs in zip(self.param_groups, groups, strict=True):
-            ours |= _copy_of_settings(theirs)
+            ours |= pieces.copy_of_settings(theirs)
         pieces.load_states(self.state, self.group_of, state_dict)
         self.host.end_load()
 
@@ -486,8 +498,3 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         is_on_its_way = error is not None and id(error) != self.handled
         with closing(self.streamed):
             self.end(waits=not is_on_its_way)
-
-
-def _copy_of_settings(group: dict) -> dict:
-    """What a group of parameters has besides them; a later change of it does not reach the copy."""
-    return {name: deepcopy(value) for name, value in group.items() if name != "params"}
