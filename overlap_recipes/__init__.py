@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, overlap_recipes/__init__.py
-"""Data movement behind compute, for PyTorch training.
+"""Data movement during compute, for PyTorch training.
 
-* ``overlap_recipes.checkpoint``: saves beside training, retention, resume, preemption
+* ``overlap_recipes.checkpoint``: saves during training, retention, resume, preemption
 * ``overlap_recipes.offload``: weights, optimizer and activations in host memory
 * ``overlap_recipes.fsdp2``: FSDP2 whose gathers and reductions are peer copies
 * ``overlap_recipes.trainers``: the saves in torchtitan, transformers and Lightning

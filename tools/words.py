@@ -19,6 +19,7 @@ READ = (
     "harness/README.md",
     "recipes_source/**/*.rst",
     "recipes_source/**/*.py",
+    "overlap_recipes/**/*.py",
 )
 AT_MOST = {  # times, in all files
     r"behind|beside": 30,

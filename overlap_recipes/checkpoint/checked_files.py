@@ -139,7 +139,7 @@ def manifests_among(names: Iterable[str]) -> list[str]:
 
 
 def _has_changed(name: str, open_file: _Open, what: dict) -> bool:
-    """Whether the content of the file is another than a manifest says."""
+    """Whether the content of the file differs from what a manifest says."""
     with open_file(name) as stream:
         if "crc32" in what:
             return described_file(stream) != what
@@ -280,7 +280,7 @@ class OpenFile:
     def whole_blocks(self, begin: int, end: int) -> tuple[int, int]:
         """The blocks that have digests and hold the bytes from ``begin`` to ``end``.
 
-        The file's last block may be a shorter one. Bytes wanted behind the file's end are not left
+        The file's last block may be a shorter one. Bytes wanted after the file's end are not left
         out: to read them raises.
         """
         first = begin // self.block * self.block

@@ -117,7 +117,7 @@ class Copies:
             streams: the module of the device, such as ``torch.cuda``.
 
         Returns:
-            Two events. After the first, the state may change: what is copied behind it is
+            Two events. After the first, the state may change: what is copied after it is
             snapshots and the pack. After the second, all is in the arena.
         """
         for host, shard in self.elsewhere:
@@ -149,7 +149,7 @@ class CopyPlan:
 
     Args:
         tensors: dense tensors or DTensors, anywhere.
-        device: the device whose copies run beside training. Tensors elsewhere are copied
+        device: the device whose copies run during training. Tensors elsewhere are copied
             when the copies are queued.
         changed_by_forward: tensors that forward changes in place: snapshots are copied.
 

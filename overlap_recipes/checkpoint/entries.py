@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 HEAD = 4096  # bytes that hold all before the tensor's
-_TAIL = 2048  # bytes that hold all behind it
+_TAIL = 2048  # bytes that hold all after it
 _END = struct.Struct("<4s4H2IH")  # at the end of a zip file
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4s1I1Q1I")
@@ -80,7 +80,7 @@ class Place:
     Attributes:
         begin: of its bytes, in bytes from the begin of the entry.
         head: the bytes of the entry that say so: those before ``begin``.
-        tail: and those behind the tensor.
+        tail: and those after the tensor.
         tail_begin: where ``tail`` begins in the entry.
     """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, overlap_recipes/checkpoint/export.py
-"""Export a sharded model to Hugging Face's format beside training, each rank its own rows."""
+"""Export a sharded model to Hugging Face's format during training, each rank its own rows."""
 
 import ctypes
 import dataclasses
@@ -96,7 +96,7 @@ def header_of(file: Path) -> tuple[dict, int]:
 
 
 def _files_in(directory: Path) -> list[Path]:
-    """The files of ``directory`` that have the tensors of an export, and no others beside them."""
+    """The files of ``directory`` that have the tensors of an export, and no others."""
     files = sorted(directory.glob("*.safetensors"))
     return [file for file in files if _OF_MODEL.fullmatch(file.name)]
 
@@ -117,7 +117,7 @@ def runs(chunk, shape: torch.Size) -> tuple[int, list[int]]:
     whole = len(shape)
     while whole and chunk.sizes[whole - 1] == shape[whole - 1]:
         whole -= 1
-    outer = max(whole - 1, 0)  # what the chunk has of this dimension and those behind is one run
+    outer = max(whole - 1, 0)  # what the chunk has of this dimension and the later ones is one run
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     last = chunk.offsets[outer] * strides[outer] if shape else 0
     begins = [last]
@@ -353,7 +353,7 @@ def _older_of(directory: Path) -> Path:
 
 
 def end_replacement(directory: Path) -> None:
-    """Move what lay beside an older export to the new one, and delete the rest of the older.
+    """Move what lay next to an older export to the new one, and delete the rest of the older.
 
     Of another model the older settings go, too. A job that died between the two renames has left
     the older export alone: it comes back, to what may have been put in its place meanwhile.

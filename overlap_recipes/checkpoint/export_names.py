@@ -139,7 +139,7 @@ def parts_of_model(model: nn.Module) -> dict[str, list[Part]]:
     for stored, view in stored_views.items():
         name = names.get(id(view._base))
         if name is None:
-            raise ValueError(f"{stored} is made of tensors anew: export it by save_pretrained")
+            raise ValueError(f"{stored} is made of other tensors: export it by save_pretrained")
         parts.setdefault(name, []).append(part(stored, view, view._base))
     for name, tensor in whole.items():
         elements = sum(math.prod(each.sizes) for each in parts.get(name, []))

@@ -130,7 +130,7 @@ class Look:
 
 
 class Fit:
-    """A checkpoint beside a job.
+    """A checkpoint compared with a job.
 
     Attributes:
         found: what all looks have found.

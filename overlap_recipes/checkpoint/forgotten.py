@@ -145,7 +145,7 @@ def _mark_used(optimizer: torch.optim.Optimizer, *hooked: object) -> None:
 
 
 def _has_unused_gradients(optimizers: list[torch.optim.Optimizer]) -> bool:
-    """Whether a backward came behind the latest step of every optimizer that has gradients.
+    """Whether a backward came after the latest step of every optimizer that has gradients.
 
     What a step of another optimizer leaves, as the generator's in a discriminator, is cleared by
     the loop before it counts. Gradients that are zero or not finite would not be used.

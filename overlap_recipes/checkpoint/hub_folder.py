@@ -122,7 +122,7 @@ def _tensors_of(folder: Path) -> dict[str, _Stored]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files that have the tensors: files of other exports may lie beside them.
+    """The files that have the tensors: files of other exports may lie next to them.
 
     Raises:
         ValueError: there are none; it is not clear which; the index is cut.

@@ -134,7 +134,7 @@ def load_newest(
     """Load the newest checkpoint that is as it was saved, or that of ``step``; all ranks call it.
 
     A newer one that turns out to be damaged while it is read is set aside, but the last stays: a
-    job that is started again would begin anew otherwise.
+    job that is started again would begin again otherwise.
 
     Returns:
         Its step, the same on all ranks; None if there is none.
@@ -206,7 +206,7 @@ def _newest_whole(store: Store) -> int | None:
 
 def _nothing_older(name: str, damage: object) -> DamagedCheckpoint:
     return DamagedCheckpoint(
-        f"{name}: {damage}; there is no older checkpoint. To begin anew, remove it or take another "
+        f"{name}: {damage}; there is no older checkpoint. To start over, remove it or take another "
         f"root"
     )
 

@@ -51,7 +51,7 @@ class CheckpointManager:
                     break
         sys.exit(checkpoints.exit_code)
 
-    At the second step, memory for a save is locked beside training, so the first save need not wait
+    At the second step, memory for a save is locked during training, so the first save need not wait
     for it; a driver may launch nothing while it locks, which can cost training seconds, once. A
     save that comes before the one before it is written waits until it is. The end of the block, by
     ``sys.exit`` too, waits for the saves and raises if the last one failed. After any other
@@ -75,7 +75,7 @@ class CheckpointManager:
             before it is written.
 
     Attributes:
-        exit_code: for ``sys.exit`` behind the block. 0, or ``AGAIN`` (85) if the job has left early
+        exit_code: for ``sys.exit`` after the block. 0, or ``AGAIN`` (85) if the job has left early
             and is to be started again.
 
     Raises:
@@ -195,7 +195,7 @@ class CheckpointManager:
             The step of the checkpoint; 0 if there is none.
 
         Raises:
-            RuntimeError: behind a save; outside the block. The storage cannot be read; a rank does
+            RuntimeError: after a save; outside the block. The storage cannot be read; a rank does
                 not see the checkpoint, or that of ``step`` is not there or lacks files.
             ValueError: it does not fit this job; the message lists what differs.
             DamagedCheckpoint: no checkpoint is as it was saved, or bytes of that of ``step`` are
@@ -242,7 +242,7 @@ class CheckpointManager:
                 f"first save, or take another root"
             )
         if self.latest_step is not None and number < self.latest_step:
-            raise ValueError(f"step {number} comes behind step {self.latest_step}, which is saved")
+            raise ValueError(f"step {number} comes after step {self.latest_step}, which is saved")
         if number == self.latest_step and self.latest.exception() is None:
             return self.latest
         self.forgotten.look(number)

@@ -4,7 +4,7 @@
 
 DCP's own reader takes one tensor after the other on one thread: ``torch.load`` on the CPU, then a
 copy from pageable memory. Here the bytes that are wanted are found first. Threads read them into a
-few page-locked buffers, check them, and queue their copies to the device beside the next read.
+few page-locked buffers, check them, and queue their copies to the device during the next read.
 """
 
 import ctypes
@@ -306,7 +306,7 @@ def _first_element(shape: tuple[int, ...], item: ReadItem) -> int | None:
     lengths, offsets = item.lengths, item.storage_offsets
     if len(lengths) != len(shape):
         return None
-    is_within_row = False  # a dimension behind this one is not wanted as a whole
+    is_within_row = False  # a dimension after this one is not wanted as a whole
     first = 0
     stride = 1
     for size, length, offset in zip(

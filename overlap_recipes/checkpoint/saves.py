@@ -122,7 +122,7 @@ class Saves:
             so will a save.
 
         Raises:
-            RuntimeError: as ``save``; the second time, or behind a save.
+            RuntimeError: as ``save``; the second time, or after a save.
         """
         self.check_is_open()
         if self.preparation is not None or self.calls > 0:
@@ -210,7 +210,7 @@ class Saves:
         if lost is not None:
             raise RuntimeError(
                 f"the ranks have lost each other: one has died, or came to a save more than "
-                f"{self.calling.deadline} behind the others. No later save can succeed: end the "
+                f"{self.calling.deadline} after the others. No later save can succeed: end the "
                 f"job, and resume from its latest checkpoint; if a rank may come that late, give "
                 f"init_process_group a longer timeout"
             ) from lost

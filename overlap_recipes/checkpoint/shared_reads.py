@@ -171,7 +171,7 @@ class SharedReads(DefaultLoadPlanner):
         """Whether it goes through a buffer: no one tensor has its bytes as they are sent."""
         return len(bundle.numbers) > 1 or not _has_bytes_in_order(self.target(bundle.numbers[0]))
 
-    # -- behind the reads
+    # -- after the reads
 
     @torch.no_grad()
     def send(self) -> None:

@@ -68,7 +68,7 @@ class Staging:
         LOG.info("%d bytes planned in %.1f s", plan.nbytes, time.monotonic() - began)
 
     def queue(self):
-        """Queue the copies of the plan's tensors behind what the current stream has been given.
+        """Queue the copies of the plan's tensors after what the current stream has been given.
 
         Returns:
             An event: all is in the buffer.

@@ -233,7 +233,7 @@ class _Layout(dcp.FileSystemWriter):
 
 @dataclass
 class Piece:
-    """What one call writes: buffers that lie behind each other in a file."""
+    """What one call writes: buffers that follow each other in a file."""
 
     nbytes: int = 0
     buffers: list = field(default_factory=list)
@@ -296,7 +296,7 @@ def serialised(data: io.BytesIO | torch.Tensor) -> bytes:
 
 
 def kind(leaf: object) -> object:
-    """What a plan depends on, beside the leaf's name."""
+    """What a plan depends on, besides the leaf's name."""
     return id(leaf) if is_staged(leaf) else torch.is_tensor(leaf) and (leaf.shape, leaf.dtype)
 
 
@@ -323,7 +323,7 @@ def _element(tree: object, path: tuple) -> object:
 
 
 class FileWriter:
-    """Writes states of one layout again and again; plans anew where a state has another.
+    """Writes states of one layout again and again; plans again where a state has another.
 
     Args:
         folder: below each target, for what is written there by several.

@@ -140,7 +140,7 @@ class Changes:
         self.copy.zero_()
         names = ", ".join(same_gradients.title(group) for group in found)
         raise RuntimeError(
-            f"{names} ran with other weights than its shards have: these were changed behind the "
+            f"{names} ran with other weights than its shards have: these were changed after the "
             "gather, in a way that PyTorch does not count (.data, dcp.load, a collective), so what "
             "was computed since is wrong. Make such changes between steps and before "
             "begin_next_forward(), or have them counted, on all ranks: "

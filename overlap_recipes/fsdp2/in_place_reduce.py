@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import peer_memory, same_gradients
 
-# Private by name, beside what ``peer_memory`` looks for: ``_reduce_dtype`` of groups,
+# Private by name, besides what ``peer_memory`` looks for: ``_reduce_dtype`` of groups,
 # ``_post_accumulate_grad_hooks`` of parameters, ``_local_tensor`` of DTensors.
 
 _ALIGNMENT = 512  # bytes, of each gradient's part in a slot
@@ -19,7 +19,7 @@ SLOTS = 3  # that units take turns in
 
 
 def _rounded_up(nbytes: int) -> int:
-    """With the gap behind it, so that the next part in a slot is aligned."""
+    """With the gap after it, so that the next part in a slot is aligned."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -37,7 +37,7 @@ class _Pushed:
     """Gradients of a unit that are on their way to the owners of their parts."""
 
     computed_on: torch.Stream
-    event: torch.Event  # behind the pushes of all ranks
+    event: torch.Event  # after the pushes of all ranks
     group: object
     parameters: tuple
     dtypes: list[torch.dtype]  # in which they are reduced
@@ -247,7 +247,7 @@ class InPlaceReduce:
         self.accumulates = False
 
     def take(self) -> list:
-        """The gradients that are to be reduced, beside their parameters."""
+        """The gradients that are to be reduced, with their parameters."""
         zeros = self.fills_with_zeros()
         taken: list = []
         for p in self.fsdp_params:
@@ -268,7 +268,7 @@ class InPlaceReduce:
         return taken
 
     def reshard_alone(self, *unused) -> None:
-        """What FSDP2 does behind a unit's backward, which finds no gradient to reduce."""
+        """What FSDP2 does after a unit's backward, which finds no gradient to reduce."""
         zeros = self.fills_with_zeros()
         if zeros:
             self.reduce_scatter_unused_params = False

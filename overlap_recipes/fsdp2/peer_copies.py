@@ -16,7 +16,7 @@ _INSTEAD = (
     "Of stock FSDP2's settings these hide communication there: set_modules_to_forward_prefetch and "
     "set_modules_to_backward_prefetch gather earlier, set_reshard_after_forward(False) on the last "
     "units gathers less, set_separate_reduce_scatter_group() (PyTorch 2.13 on) lets reductions run "
-    "beside gathers"
+    "during gathers"
 )
 _HOSTS = "With a mesh of (hosts, GPUs of a host), which is HSDP, gathers stay on a host."
 
@@ -31,8 +31,8 @@ class PeerCopies:
     def begin_next_forward(self) -> None:
         """Queue the next forward's first gathers; call it when no weight changes before that.
 
-        Not behind the last step: nobody waits for these gathers then, and they may still read
-        shards when the model is gone and their memory is used anew.
+        Not after the last step: nobody waits for these gathers then, and they may still read
+        shards when the model is gone and their memory is used again.
         """
         if self.gathers is not None:
             self.gathers.begin_next_forward()
@@ -41,7 +41,7 @@ class PeerCopies:
 def use_peer_copies(model: FSDPModule, slots: int = 4) -> PeerCopies:
     """Have every unit of ``model`` gather and reduce by peer copies, from now on. Collective.
 
-    Call it between steps, once, behind ``fully_shard`` and all settings of FSDP2. On one rank,
+    Call it between steps, once, after ``fully_shard`` and all settings of FSDP2. On one rank,
     which sends nothing, it changes nothing.
 
     Args:

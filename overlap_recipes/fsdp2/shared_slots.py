@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import peer_memory
 
-# Private by name, beside what ``peer_memory`` looks for: of FSDP2 ``_unsharded_param``,
+# Private by name, besides what ``peer_memory`` looks for: of FSDP2 ``_unsharded_param``,
 # ``_module_info``, ``_states_to_forward_prefetch`` and ``_states_to_backward_prefetch``; of
 # DTensors ``_local_tensor``, of storages ``_cdata``; ``torch._foreach_copy_``.
 
@@ -202,7 +202,7 @@ class Slots:
         group.slot.group = group
 
     def note_changes(self, group, noted: torch.Tensor) -> None:
-        """Queue, behind a gather: ``noted`` is true from here on if shards have changed since."""
+        """Queue, after a gather: ``noted`` is true from here on if shards have changed since."""
         shards = [p._sharded_param_data for p in group.fsdp_params]
         if group.sample is None or not group.sample.is_of(shards):
             group.sample = Sample([p.own for p in group.fsdp_params], shards)
@@ -242,7 +242,7 @@ class Sample:
 
 
 class Copies:
-    """Copies of a few elements, one behind the other, in one dtype.
+    """Copies of a few elements, one after the other, in one dtype.
 
     ``casts`` says whether they, or others that they are compared with, were cast: then NaN may
     have become another NaN.
@@ -308,7 +308,7 @@ def forbid_reading(group) -> None:
         raise RuntimeError(
             f"{type(group.modules[0]).__name__} changes its full weights in place (an embedding's "
             "max_norm, a clamp), which peers copy and backward reads again: change the shards "
-            "behind step(), or leave the model to stock FSDP2"
+            "after step(), or leave the model to stock FSDP2"
         )
     group.full_versions = found
     increment_version(weights)

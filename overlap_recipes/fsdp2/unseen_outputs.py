@@ -45,7 +45,7 @@ def gather_before(group, output: object) -> None:
 
 
 def unseen(group, output: object) -> Iterator[torch.Tensor]:
-    """Tensors behind an output, and those that the modules of a unit keep."""
+    """Tensors that an output is made of, and those that the modules of a unit keep."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad and leaf._base is not None:

@@ -11,10 +11,10 @@ Five edges order the copies; *compute* is the stream that forward and backward r
 
 1. ``ready``: the copy to the host waits until compute has written the tensor.
 2. ``stored``: before the last reference to a source is dropped, compute waits until it has been
-   copied; whatever is allocated in its memory next is written behind the copy. The program chooses
+   copied; whatever is allocated in its memory next is written after the copy. The program chooses
    when: as soon as more than ``window`` bytes are on their way.
 3. ``free``: memory for a storage that comes back is allocated on compute, so the copy waits for
-   what compute was still doing with it. By edge 2, this is behind the copy to the host as well.
+   what compute was still doing with it. By edge 2, this is after the copy to the host as well.
 4. ``loaded``: compute waits for the copy back, right before it reads.
 5. Before the pool is used again, compute waits for copies back that nobody has read: those of a
    part of the graph that had no backward.

@@ -49,7 +49,7 @@ def check_first_step(streamed: StreamedModel, run: Callable[[], object]) -> bool
 
     Compares outputs, buffers and gradients. Weights, gradients, buffers and random numbers are then
     what they were. Nothing is updated, and nothing averaged over ranks. All ranks call it, before
-    the first backward or behind ``zero_grad()``.
+    the first backward or after ``zero_grad()``.
 
     The resident run has all layers on the device. Where they do not fit, one layer's weights are
     there at a time; of the others it keeps what autograd saves, which a small batch bounds. The

@@ -69,7 +69,7 @@ class HostUpdates(Follower):
         allocate: Callable[[int], mmap.mmap] = private_memory,
     ) -> None:
         if streamed.optimizer:
-            raise ValueError("this model has an optimizer: close it, and make both anew")
+            raise ValueError("this model has an optimizer: close it, and make both again")
         self.refuse_without_room(streamed)
         self.streamed = streamed
         self.group_of = group_of
@@ -172,7 +172,7 @@ class HostUpdates(Follower):
     # The training thread
 
     def few_of(self, buffers: list[_Buffers]) -> list[tuple]:
-        """Of weights that have a master of their own: a few elements, beside the master's."""
+        """Of weights that have a master of their own: a few elements, with the master's."""
         few = []
         for each in buffers:
             if each.master is not each.weights:

@@ -6,7 +6,7 @@ A layer crosses the link in one copy: by itself, each parameter would pay for it
 parameters are views of the buffer, so an optimizer that was made before still updates them, and
 ``state_dict()`` still finds them. Buffers of modules are small: they move to the device for good.
 
-The memory behind a parameter must stay the buffer. ``load_state_dict`` copies into it;
+The memory of a parameter must stay the buffer. ``load_state_dict`` copies into it;
 ``load_state_dict(assign=True)``, ``layers.to(dtype)`` and ``parameter.data = ...`` do not, and the
 device goes on with the old weights. Which parameters are trained is fixed when layers are taken.
 Locked memory does not exist in a forked process: give it a clone, or start it with ``spawn``.

@@ -88,7 +88,7 @@ def refuse_func() -> None:
 
 
 def _leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
-    """Tensors at the end of a graph, but for what is behind its entrances."""
+    """Tensors at the end of a graph, but for what lies past its entrances."""
     nodes = [end.node for end in ends if end is not None]
     seen = {begin.node for begin in begins}
     leaves = []
@@ -139,7 +139,7 @@ def _ends_of(outputs: list[torch.Tensor]) -> list[GradientEdge | None]:
 
 
 def _pairs_of(ends: list, grads: tuple) -> list[tuple]:
-    """Where a graph ends, beside the gradient that comes in there, where both are."""
+    """Where a graph ends, with the gradient that comes in there, where both are."""
     pairs = []
     for end, grad in zip(ends, grads, strict=True):
         if end is not None and grad is not None:
@@ -244,7 +244,7 @@ class Run:
         if is_changed:
             raise RuntimeError(
                 "a weight or an argument of a layer was changed between forward and backward: run "
-                "forward again, or change it behind backward"
+                "forward again, or change it after backward"
             )
         result = self.again(args, kwargs)
         return result, (args, kwargs)
@@ -284,9 +284,9 @@ class Run:
         if not _are_alike(self.few, _few_of(result)):
             raise RuntimeError(
                 "a layer gave another result when backward ran it again: it reads what has "
-                "changed since (a global, another object's attribute, a tensor behind PyTorch's "
-                "back), or random numbers of a generator that is neither PyTorch's own, nor in "
-                "its arguments, nor an attribute of it. Pass it as an argument, or make it an "
+                "changed since (a global, another object's attribute, a tensor that PyTorch does "
+                "not watch), or random numbers of a generator that is neither PyTorch's own, nor "
+                "in its arguments, nor an attribute of it. Pass it as an argument, or make it an "
                 "attribute of the layer"
             )
         self.owner.alike.add(self.trial)

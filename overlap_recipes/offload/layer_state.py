@@ -67,7 +67,7 @@ class _Kept:
         self.before = tensor.detach().clone()
 
     def value(self) -> torch.Tensor:
-        """The copy; behind a forward that left a large tensor alone, that tensor."""
+        """The copy; after a forward that left a large tensor alone, that tensor."""
         if self.tensor.nbytes > _SMALL and version_of(self.tensor) == self.version:
             return self.tensor
         return self.before

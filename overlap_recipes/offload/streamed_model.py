@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, overlap_recipes/offload/streamed_model.py
-"""A stock model whose layers are streamed from the host behind its own forward."""
+"""A stock model whose layers are streamed from the host under its own forward."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -258,7 +258,7 @@ class StreamedModel(StreamedLayers):
             retrained = torch.is_grad_enabled() and p.requires_grad is not trained
             if moved or retrained:
                 raise RuntimeError(
-                    f"{name}: its memory, or what is trained, has changed; take it anew"
+                    f"{name}: its memory, or what is trained, has changed; take it again"
                 )
             ours = 1 if trained else 0  # ``outside``
             if len(p._backward_hooks or ()) > ours or p._post_accumulate_grad_hooks:

@@ -237,7 +237,7 @@ class StreamedLayers:
         if changed:
             raise RuntimeError(
                 "a layer changes its own weights in forward: the host's would not change; let the "
-                "training loop do it behind step(), or leave the layer out"
+                "training loop do it after step(), or leave the layer out"
             )
         return self.without_slots(index, args, kwargs, result)
 

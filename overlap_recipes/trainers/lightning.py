@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, overlap_recipes/trainers/lightning.py
-"""Lightning's ``ModelParallelStrategy`` that saves beside training."""
+"""Lightning's ``ModelParallelStrategy`` that saves during training."""
 
 import io
 import sys
@@ -57,7 +57,7 @@ def _load_shards(state: dict, path: Path) -> None:
 
 
 def _rests_of_ranks(path: Path) -> list[bytes]:
-    """What each rank has saved beside tensors; none in a checkpoint of another strategy."""
+    """What each rank has saved besides tensors; none in a checkpoint of another strategy."""
     reader = Reader(path)
     names = reader.read_metadata().state_dict_metadata
     ranks = sum(name.startswith(f"{_REST}.") for name in names)
@@ -82,7 +82,7 @@ def rest_of(rests: list[dict], rank: int, ranks: int, path: Path) -> dict:
 
 
 class OverlappedStrategy(ModelParallelStrategy):
-    """``ModelParallelStrategy`` that saves beside training."""
+    """``ModelParallelStrategy`` that saves during training."""
 
     saves = nullcontext()  # if training ends before setup
 
@@ -99,7 +99,7 @@ class OverlappedStrategy(ModelParallelStrategy):
             self.saves.prepare({"sharded": AskedLater(self.parts, lambda: self.optimizers)})
 
     def parts(self) -> dict:
-        """What a save of now would write beside ``meta.pt``."""
+        """What a save of now would write next to ``meta.pt``."""
         optimizers = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
         return self.named(optimizers, self.lightning_module_state_dict(), b"")
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, overlap_recipes/trainers/torchtitan.py
-"""torchtitan's ``CheckpointManager`` that saves beside training."""
+"""torchtitan's ``CheckpointManager`` that saves during training."""
 
 import atexit
 import sys
@@ -39,7 +39,7 @@ def _add_digests(tree: object, name: str, found: dict[str, str]) -> None:
 
 
 class OverlappedCheckpointManager(CheckpointManager):
-    """torchtitan's ``CheckpointManager``, which saves beside training."""
+    """torchtitan's ``CheckpointManager``, which saves during training."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):

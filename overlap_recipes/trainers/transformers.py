@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, overlap_recipes/trainers/transformers.py
-"""transformers' ``Trainer`` that saves beside training."""
+"""transformers' ``Trainer`` that saves during training."""
 
 import os
 import shutil
@@ -65,14 +65,18 @@ class TrainerFolder(Folder):
 
 
 class OverlappedTrainer(Trainer):
-    """A ``Trainer`` that saves beside training; FSDP2, ``state_dict_type`` SHARDED_STATE_DICT."""
+    """A ``Trainer`` that saves during training; FSDP2, ``state_dict_type`` SHARDED_STATE_DICT."""
 
     def train(self, *args, **kwargs):
         if self.args.load_best_model_at_end or self.args.push_to_hub:
             raise ValueError("load_best_model_at_end and push_to_hub need what is not complete yet")
         plugin = self.accelerator.is_fsdp2 and self.accelerator.state.fsdp_plugin
         if not plugin or "SHARDED" not in str(plugin.state_dict_type):
-            raise ValueError("OverlappedTrainer needs FSDP2 and state_dict_type SHARDED_STATE_DICT")
+            raise ValueError(
+                "OverlappedTrainer needs FSDP2 and state_dict_type SHARDED_STATE_DICT, on one GPU "
+                "and in place of DDP, too: start it by torchrun, with TrainingArguments(..., "
+                'fsdp=True, fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"})'
+            )
         saves = Saves(self.args.device, lambda: self.model.buffers(), writer=TrainerFiles())
         with tempfile.TemporaryDirectory() as self.aside, saves as self.saves:
             if self.args.save_strategy != "no":
@@ -127,7 +131,7 @@ class OverlappedTrainer(Trainer):
 
 
 def save_state(accelerator, saves, model, optimizer, aside: str, directory: Path) -> None:
-    """``accelerator.save_state(directory)`` beside training; ``aside`` is a folder of this rank."""
+    """``accelerator.save_state(directory)`` during training; ``aside`` is a folder of this rank."""
     with (
         mock.patch("accelerate.accelerator.save_fsdp_model"),
         mock.patch("accelerate.accelerator.save_fsdp_optimizer"),

@@ -84,7 +84,7 @@ class Reordered(nn.Module):
     ("change", "said"),
     [
         (lambda x: x.t(), "weight is stored in another order"),
-        (lambda x: torch.cat([x, x]), "weight is made of tensors anew"),
+        (lambda x: torch.cat([x, x]), "weight is made of other tensors"),
         (lambda x: x[:1], "transformers stores 3 of 6 elements of weight"),
     ],
     ids=["transposed", "joined", "cut"],

@@ -442,11 +442,11 @@ class Naming(torch.optim.SGD):
 
 def test_an_optimizer_with_state_that_no_checkpoint_would_have_is_refused() -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(TypeError, match="Averaging has count beside state and param_groups"):
+    with pytest.raises(TypeError, match="Averaging has count besides state and param_groups"):
         TrainingState(model, Averaging(model.parameters(), 0.1))
     hooked = torch.optim.SGD(model.parameters(), 0.1)
     hooked.register_state_dict_post_hook(lambda own, state: {**state, "count": 7})
-    with pytest.raises(TypeError, match="SGD has count beside state and param_groups"):
+    with pytest.raises(TypeError, match="SGD has count besides state and param_groups"):
         TrainingState(model, hooked)
     state = TrainingState(model, Counting(model.parameters(), 0.1))
     with pytest.raises(ValueError, match="Counting keeps state under 'all'"):

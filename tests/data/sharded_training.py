@@ -295,11 +295,11 @@ def tensors_kept_beside_results() -> None:
     for unit in (Kept, KeptOnTheWay):
         model, context = sharded(unit)
         loss = with_kept(model)
-        assert_refused(partial(context.backward, loss), RuntimeError, "kept beside")
+        assert_refused(partial(context.backward, loss), RuntimeError, "kept with")
     model, context = sharded(KeptForLater)
     KEPT.append(ones())
     loss = model(ones()).sum()
-    assert_refused(lambda: context.backward(loss), RuntimeError, "kept beside")
+    assert_refused(lambda: context.backward(loss), RuntimeError, "kept with")
 
     model, context = sharded(Detached)
     expected = layers(kind=Detached)

@@ -53,7 +53,7 @@ ALSO = (  # kinds beside kill, which strikes every point
 CASES = (*(("kill", point) for point in POINTS), *ALSO)
 DAMAGE = ("truncated", "flipped")
 NOTHING_OLDER = (
-    r"^\S*DamagedCheckpoint: .*; there is no older checkpoint\. To begin anew, remove it"
+    r"^\S*DamagedCheckpoint: .*; there is no older checkpoint\. To start over, remove it"
 )
 
 

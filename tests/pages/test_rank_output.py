@@ -51,7 +51,7 @@ def test_every_rank_and_every_control_is_on_the_page(toy_site):
 def test_a_recipe_of_another_folder_is_offered_with_the_one_that_imports_it(toy_site):
     page = BeautifulSoup(toy_site.page("recipes/more/second"), "html.parser")
     assert "hello from rank 1" in page.select_one(".sphx-glr-script-out").get_text()
-    assert "put beside it hello.py" in page.select_one(".recipe-files").get_text()
+    assert "put next to it hello.py" in page.select_one(".recipe-files").get_text()
     names = [a["href"].rpartition("/")[2] for a in page.select(".recipe-files a[download]")]
     assert names == ["second.py", "hello.py"]
     (archive,) = page.select('.recipe-files a[href$=".zip"]')

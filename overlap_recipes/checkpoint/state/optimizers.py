@@ -73,7 +73,7 @@ def _refuse_more_state(optimizer: torch.optim.Optimizer) -> None:
     more = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
     if more:
         raise TypeError(
-            f"{type(optimizer).__name__} has {', '.join(more)} beside state and param_groups, "
+            f"{type(optimizer).__name__} has {', '.join(more)} besides state and param_groups, "
             "which no checkpoint would have: give the optimizer inside it, and what has the rest "
             "by a name of its own"
         )

@@ -88,7 +88,7 @@ class TrainingState(Stateful):
 
     Raises:
         TypeError: an argument is not what it stands for; an optimizer keeps its state in another
-            one or beside PyTorch's, or plain tensors of a shard, or trains a ``FlatParameter``.
+            one or besides PyTorch's, or plain tensors of a shard, or trains a ``FlatParameter``.
         ValueError: a name is taken; two optimizers share a parameter; a checkpoint does not fit.
     """
 

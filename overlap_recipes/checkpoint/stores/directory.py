@@ -25,7 +25,7 @@ from .store import name_of, steps_of
 LOG = logging.getLogger(__name__)
 _LEASE = "lease"  # in the root: locked by the job that writes here
 POINTER = "latest"  # in the root: the name of the newest checkpoint, for people and other programs
-_LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave behind
+_LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave over
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # of a lock that another process has
 
 

@@ -49,7 +49,7 @@ except ImportError as error:
     raise ImportError("pip install fsspec, and for s3:// s3fs of the same date") from error
 
 LOG = logging.getLogger(__name__)
-_COMMIT = ".json"  # behind a step's name: the object that makes it a checkpoint
+_COMMIT = ".json"  # after a step's name: the object that makes it a checkpoint
 _CLAIM = re.compile(r"claim\.(\d+)")
 PIECE = 32 << 20  # bytes of a part of an upload; at most 10,000 parts make an object
 

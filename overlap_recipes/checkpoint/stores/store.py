@@ -88,7 +88,7 @@ class Store(Protocol):
         """Delete the checkpoint of ``step``; what a crash leaves of it is none."""
 
     def unfinished(self) -> list[str]:
-        """Names of what crashes have left behind."""
+        """Names of what crashes have left over."""
 
     def begin(self, step: int, nbytes: int) -> str:
         """On rank 0: where a save of ``step`` is written until it is committed.
