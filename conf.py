@@ -66,6 +66,7 @@ autodoc_mock_imports = [
     "accelerate",
     "fsspec",
     "lightning",
+    "obstore",
     "safetensors",
     "torchtitan",
     "transformers",

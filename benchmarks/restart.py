@@ -177,7 +177,7 @@ class ReaderWithoutDigests(Reader):
 
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
-        self.manifests.are_there = False
+        self.files.are_listed = False
 
 
 def load_by(reader_of: Callable[[Path], dcp.StorageReader], job: Job, directory: Path) -> dict:
@@ -187,14 +187,19 @@ def load_by(reader_of: Callable[[Path], dcp.StorageReader], job: Job, directory:
         begun = time.perf_counter()
         dcp.load({"run": job.tree()}, storage_reader=own)
         took = time.perf_counter() - begun
-    if isinstance(own, ReaderWithoutDigests) and own.manifests.files:
+    if isinstance(own, ReaderWithoutDigests) and own.files.manifests:
         raise RuntimeError("digests were compared")
     return {"read_s": seconds["read_s"], "planning_s": took - seconds["read_s"]}
 
 
 def load_by_16_threads(job: Job, directory: Path) -> dict:
-    with mock.patch.multiple(reader, THREADS=16, PIECE=4 << 20):
-        return load_by(Reader, job, directory)
+    def with_16_threads(path: Path) -> Reader:
+        own = Reader(path)
+        own.files.threads = 16
+        return own
+
+    with mock.patch.object(reader, "PIECE", 4 << 20):
+        return load_by(with_16_threads, job, directory)
 
 
 def load_once_and_broadcast(job: Job, directory: Path) -> dict:

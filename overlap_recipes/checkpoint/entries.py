@@ -7,13 +7,14 @@ nothing but numbers and known names is taken; no object is made of it.
 """
 
 import io
+import os
 import pickle
 import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -243,6 +244,38 @@ def _in_64(extra: bytes, numbers: list[int]) -> list[int]:
             wide = wide[8:]
         found.append(number)
     return found
+
+
+class _WithoutTensor(io.BytesIO):
+    """A file that keeps what ``torch.save`` writes, but for the tensor's bytes."""
+
+    hole = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.hole = self.tell()
+        return self.hole
+
+
+@cache
+def around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What ``torch.save`` writes before and after the bytes of a contiguous tensor."""
+    file = _WithoutTensor()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)
+    return file.getvalue()[: file.hole], file.getvalue()[file.hole :]
+
+
+def expected_place(shape: tuple[int, ...], dtype: torch.dtype, length: int) -> Place | None:
+    """Where the tensor lies in an entry that this torch has written.
+
+    None if that would have another length.
+    """
+    head, tail = around(torch.Size(shape), dtype)
+    begin = len(head)
+    end = begin + torch.Size(shape).numel() * dtype.itemsize
+    if end + len(tail) != length:
+        return None
+    return Place(dtype, shape, begin, head, tail, tail_begin=end)
 
 
 def place_of(read: Callable[[int, int], bytes], length: int) -> Place | None:

@@ -390,7 +390,7 @@ def _read_weights(
     with ExitStack() as closing:
         opened: dict[Path, OpenFile] = {}
         for file in sorted({each.file for each in stored.values()}):
-            opened[file] = OpenFile(file, None)
+            opened[file] = OpenFile(file)
             closing.callback(opened[file].close)
         pieces = _Pieces()
         waiting = 0  # bytes of blocks that are cast after the read

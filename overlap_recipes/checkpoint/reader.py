@@ -26,18 +26,20 @@ from ..page_locked import PageLocked
 from .checked_files import (
     METADATA,
     PIECE,
+    THREADS,
     CheckedFiles,
     DamagedCheckpoint,
+    Files,
     OpenFile,
-    manifests_in,
+    OtherBytes,
+    files_in,
     metadata_of,
     unpickled_metadata,
 )
 from .crew import share
-from .entries import Place, place_of
+from .entries import Place, expected_place, place_of
 
 LOG = logging.getLogger(__name__)
-THREADS = 8  # sixteen with half the piece were slower on two H100s of one host
 _BUFFERS = 2  # of a thread: one is read into while the other is copied to the device
 _GAP = 64 << 10  # bytes between two wanted ranges that are read rather than skipped
 _ENTRIES = 32  # that a thread looks at in one job
@@ -72,15 +74,16 @@ class Read:
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads any DCP checkpoint in a directory, for ``dcp.load(state, storage_reader=Reader(...))``.
+    """Reads any DCP checkpoint, for ``dcp.load(state, storage_reader=Reader(directory))``.
 
     One plain row-major tensor, of which contiguous bytes are wanted, is read by threads. All else
     is read as ``dcp.FileSystemReader`` does it. Where the save has written digests, all bytes are
     checked. Host memory above the model's: 128 MiB with an accelerator, 64 without, and one tensor
-    at a time that is read as DCP does.
+    at a time that is read as DCP does; from an object store 384 MiB, 256 without.
 
     Args:
-        path: the directory.
+        path: the directory; or any name, for messages, if there are ``files``.
+        files: of the checkpoint, if it lies elsewhere.
 
     Attributes:
         read_bytes: bytes of tensors that threads have read for the latest load.
@@ -92,16 +95,21 @@ class Reader(dcp.FileSystemReader):
         TimeoutError: the storage has given nothing for five minutes; likewise.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, files: Files | None = None) -> None:
         super().__init__(path)
-        self.manifests = manifests_in(Path(self.path))
+        if files is None:
+            files = files_in(Path(path))
+        else:
+            self.path = path
+        self.files = files
         self.metadata: Metadata | None = None
         self.read_bytes = 0
         self.other_bytes = 0
 
     def reset(self, checkpoint_id: Path | str | None = None) -> None:
         super().reset(checkpoint_id)
-        self.manifests = manifests_in(Path(self.path))
+        if checkpoint_id:
+            self.files = files_in(Path(checkpoint_id))
         self.metadata = None
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
@@ -114,30 +122,27 @@ class Reader(dcp.FileSystemReader):
         """
         rank = kwargs.get("rank")
         if rank is not None:  # of checkpoints that each rank has written for itself
-            name = f"__{rank}{METADATA}"
-            return unpickled_metadata(Path(self.path, name).read_bytes())
+            return unpickled_metadata(self.files.content(f"__{rank}{METADATA}"))
         if self.metadata is None:
             try:
-                self.metadata = self.checked_metadata()
+                self.metadata = metadata_of(self.files)
             except RuntimeError as error:
                 LOG.error("%s", error)  # dcp.load of torch 2.9 does not say it
                 raise
         return self.metadata
-
-    def checked_metadata(self) -> Metadata:
-        path = Path(self.path, METADATA)
-        return metadata_of(str(path), path.read_bytes(), self.manifests)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args, **kwargs):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self.metadata = metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self.read_bytes = 0
         self.other_bytes = 0
         with ExitStack() as closing:
             opened = self.open_files(plan, closing)
-            others = self.read_plain(plan, planner, opened)
+            try:
+                others = self.read_plain(plan, planner, opened, self.expected(plan, opened))
+            except OtherBytes:  # another torch has written them
+                others = self.read_plain(plan, planner, opened, {})
             self.read_others(replace(plan, items=others), planner, opened)
         if self.other_bytes:
             message = "%s: %d bytes read by threads, %d in %d entries as DCP does"
@@ -154,7 +159,7 @@ class Reader(dcp.FileSystemReader):
             info = self.storage_data[item.storage_index]
             name = info.relative_path
             if name not in opened:
-                file = OpenFile(Path(self.path, name), self.manifests.digests(name))
+                file = self.files.open(name)
                 closing.callback(file.close)
                 opened[name] = file
             file = opened[name]
@@ -164,10 +169,22 @@ class Reader(dcp.FileSystemReader):
         return opened
 
     def read_plain(
-        self, plan: LoadPlan, planner: LoadPlanner, opened: dict[str, OpenFile]
+        self,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        opened: dict[str, OpenFile],
+        expected: dict[tuple[str, int], Place],
     ) -> list[ReadItem]:
-        """Read what threads can; return the other items."""
-        places = self.find(plan, opened)
+        """Read what threads can; return the other items.
+
+        Args:
+            expected: where tensors lie, as far as that is known without a look.
+
+        Raises:
+            OtherBytes: a tensor does not lie there.
+        """
+        self.read_bytes = 0
+        places = expected | self.find(plan, opened, expected)
         others: list[ReadItem] = []
         wanted: dict[str, list[Wanted]] = {name: [] for name in opened}
         found: list[tuple[ReadItem, torch.Tensor]] = []
@@ -204,19 +221,41 @@ class Reader(dcp.FileSystemReader):
             reads.extend(reads_of(opened[name], parts))
         reads.sort(key=lambda read: read.begin - read.end)  # the longest first
         if reads:
-            fill(reads, device)
+            fill(reads, device, self.files.threads)
         for item, target in found:
             if target.device.type == "cpu":
                 torch.autograd.graph.increment_version(target)  # as any copy does
             planner.commit_tensor(item, target)
         return others
 
-    def find(self, plan: LoadPlan, opened: dict[str, OpenFile]) -> dict[tuple[str, int], Place]:
-        """Where the plain tensors of ``plan`` lie in their entries, by file and offset."""
+    def expected(self, plan: LoadPlan, opened: dict[str, OpenFile]) -> dict[tuple[str, int], Place]:
+        """Where plain tensors lie if this torch has written them, by file and offset.
+
+        A look costs two requests a tensor. The bytes that say so are read with the tensor's, and
+        compared; where there are digests, a difference is no damage.
+        """
+        places: dict[tuple[str, int], Place] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            chunk = self.chunk_of(item)
+            is_checked = opened[info.relative_path].digests is not None
+            if chunk is None or not is_checked or getattr(info, "transform_descriptors", None):
+                continue
+            place = expected_place(*chunk, info.length)
+            if place is not None:
+                places[info.relative_path, info.offset] = place
+        return places
+
+    def find(
+        self, plan: LoadPlan, opened: dict[str, OpenFile], known: dict[tuple[str, int], Place]
+    ) -> dict[tuple[str, int], Place]:
+        """Where the other plain tensors of ``plan`` lie in their entries."""
         entries = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             is_tensor = item.type == LoadItemType.TENSOR
+            if (info.relative_path, info.offset) in known:
+                continue
             if is_tensor and not getattr(info, "transform_descriptors", None):
                 entries[info.relative_path, info.offset] = item.storage_index.fqn, info.length
         places: dict[tuple[str, int], Place] = {}
@@ -237,7 +276,7 @@ class Reader(dcp.FileSystemReader):
 
         in_order = sorted(entries)
         jobs = [in_order[at : at + _ENTRIES] for at in range(0, len(in_order), _ENTRIES)]
-        share(jobs, THREADS, lambda: look, path_of)
+        share(jobs, self.files.threads, lambda: look, path_of)
         return places
 
     def chunk_of(self, item: ReadItem) -> tuple[tuple[int, ...], torch.dtype] | None:
@@ -415,7 +454,7 @@ class Ring:
         source = buffer[begin - read.begin : end - read.begin]
         if isinstance(part.target, bytes):
             if source.numpy().tobytes() != part.target[begin - part.begin : end - part.begin]:
-                raise DamagedCheckpoint(f"{read.file.path}: {part.name} changes while it is read")
+                raise OtherBytes(f"{read.file.path}: {part.name} changes while it is read")
             return
         target = part.target[begin - part.begin : end - part.begin]
         if target.device.type == "cpu":
@@ -424,16 +463,22 @@ class Ring:
             target.copy_(source, non_blocking=True)
 
 
-def fill(reads: list[Read], device: torch.device) -> None:
+def fill(reads: list[Read], device: torch.device, threads: int = THREADS) -> None:
     """Do ``reads``, whose targets are on ``device`` or the CPU.
 
     The copies wait for what the current stream has been given, and it waits for them.
     """
     module = torch.get_device_module(device)
-    threads = min(THREADS, len(reads))
+    threads = min(threads, len(reads))
     buffers = 1 if device.type == "cpu" else _BUFFERS
-    ring = PageLocked(threads * buffers * PIECE, device)
-    shares = list(ring.bytes.split(buffers * PIECE))
+    nbytes = threads * buffers * PIECE
+    locked = None
+    if device.type == "cpu":
+        memory = torch.empty(nbytes, dtype=torch.uint8)  # whose pages come as they are written
+    else:
+        locked = PageLocked(nbytes, device)
+        memory = locked.bytes
+    shares = list(memory.split(buffers * PIECE))
     current = module.current_stream(device) if device.type != "cpu" else module.current_stream()
     stream = module.Stream(device) if device.type != "cpu" else module.Stream()
     stream.wait_stream(current)
@@ -451,5 +496,6 @@ def fill(reads: list[Read], device: torch.device) -> None:
         copied = module.Event()
         copied.record(stream)
         copied.synchronize()
-        ring.close()
+        if locked is not None:
+            locked.close()
     current.wait_stream(stream)

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from threading import Thread
 
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ranks import keep_quiet_alone
 from .copies import form
+from .entries import around
 from .state import SMALL, is_staged, names_of_buffers, shard_of
 from .talk import Talk
 from .writing import Target
@@ -31,25 +31,6 @@ from .writing import Target
 FILES = 8  # of a rank; a thread writes one at a time
 PIECE = 256 << 20  # bytes that one system call writes at most
 _BUFFERS = os.sysconf("SC_IOV_MAX")  # that one system call writes at most
-
-
-class _WithoutTensor(io.BytesIO):
-    """A file that keeps what ``torch.save`` writes, but for the tensor's bytes."""
-
-    hole = 0
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.hole = self.tell()
-        return self.hole
-
-
-@cache
-def around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """What ``torch.save`` writes before and after the bytes of a contiguous tensor."""
-    file = _WithoutTensor()
-    with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)
-    return file.getvalue()[: file.hole], file.getvalue()[file.hole :]
 
 
 def place_of_memory(tensor: torch.Tensor) -> tuple:

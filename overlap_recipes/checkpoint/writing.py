@@ -43,7 +43,7 @@ class Sink(Protocol):
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
     def write(self, nbytes: int, buffers: Sequence) -> None:
-        """Add ``buffers``, which have so many bytes together."""
+        """Add ``buffers``, which have so many bytes together and stay as they are in the block."""
 
     def described(self) -> dict[str, object]:
         """What a manifest says of the file: bytes and digests. Behind the block."""

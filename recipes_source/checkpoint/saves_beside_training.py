@@ -340,7 +340,7 @@ if __name__ == "__main__":
 # Where checkpoints lie
 # ---------------------
 # In a directory that all ranks see, or, where hosts share none, in a store: ``"s3://bucket/run"`` needs
-# ``fsspec`` and ``s3fs`` of one version, and credentials in the environment.
+# ``fsspec`` and ``obstore`` (or ``s3fs``, which is slower), and credentials in the environment.
 #
 # * ``fsync`` is a request: a disk or a mount may lie about it.
 # * Two jobs cannot share a root. In a directory a file lock refuses the second (NFS has it between hosts

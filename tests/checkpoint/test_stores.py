@@ -375,7 +375,7 @@ def run_killed(place: Place, at: int) -> list[int]:
 
 def test_a_kill_at_any_event_loses_nothing_that_was_durable(place: Place) -> None:
     events = run_killed(place, at=0)[-1]
-    assert events > 30, events
+    assert events > 15, events
     came = set()
     for number in range(KILLS):
         at = 1 + number * events // KILLS

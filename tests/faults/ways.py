@@ -115,8 +115,8 @@ class Store(Manager):
         self.manager = CheckpointManager(url, state, keep_last=self.keep_last, grace_s=None)
 
     def install(self, points: Points) -> None:
-        points.around(ObjectSink, "write", lambda sink, *_: point_of(sink.stream.path))
-        points.around(ObjectSink, "__exit__", lambda sink, *_: point_of(sink.stream.path))
+        points.around(ObjectSink, "write", lambda sink, *_: point_of(sink.path))
+        points.around(ObjectSink, "__exit__", lambda sink, *_: point_of(sink.path))
         points.around(Objects, "commit", lambda *_: "rename")
         points.around(Objects, "remove", lambda *_: "deletion")
 

@@ -115,7 +115,8 @@ import sys, threading
 import overlap_recipes.checkpoint, overlap_recipes.offload, overlap_recipes.fsdp2
 import overlap_recipes.checkpoint.stores, overlap_recipes.checkpoint.export
 import overlap_recipes.trainers
-others = {"transformers", "accelerate", "lightning", "torchtitan", "fsspec", "safetensors"}
+others = {"transformers", "accelerate", "lightning", "torchtitan"}
+others |= {"fsspec", "obstore", "safetensors"}
 assert not others & set(sys.modules), others & set(sys.modules)
 assert threading.active_count() == 1
 """

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checked_files import described_file, faults
+from ..checked_files import described_file, faults, files_in
 from ..reader import Reader
 from .store import name_of, steps_of
 
@@ -137,14 +137,10 @@ class Directory:
         directory = self.path_of(step)
         if not directory.is_dir():
             return ["there is none"]
-        return faults(self.sizes(step), lambda name: (directory / name).open("rb"), every_byte)
+        return faults(files_in(directory), every_byte)
 
     def sizes(self, step: int) -> dict[str, int]:
-        found = {}
-        for path in self.path_of(step).iterdir():
-            if path.is_file():
-                found[path.name] = path.stat().st_size
-        return found
+        return files_in(self.path_of(step)).sizes
 
     def reader(self, step: int) -> Reader:
         return Reader(self.path_of(step))

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.3.0, overlap_recipes/checkpoint/stores/objects.py
-"""Checkpoints in an object store, by any URL that fsspec knows; ``s3://`` needs s3fs.
+"""Checkpoints in an object store, by any URL that fsspec knows.
+
+``obstore`` carries ``s3://``, ``gs://`` and ``az://`` at the store's rate, several parts at a time.
+Where it is not installed, and for any other URL, a package of fsspec does (``s3fs``, ``gcsfs``),
+which sends one part after the other.
 
 Below the root: ``step5.<attempt>/``, the objects of one attempt at a checkpoint; ``step5.json``,
 the commit, which names the attempt, its objects and their sizes: an attempt that no commit names is
@@ -9,7 +13,6 @@ nobody resumes; ``claim.<number>``, of the job that saves here: the highest one 
 ``probe.<name>``, for a moment.
 """
 
-import io
 import json
 import logging
 import os
@@ -17,78 +20,122 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from urllib.parse import urlsplit
 
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
-
-from ..checked_files import (
-    METADATA,
-    CheckedFiles,
-    Digesting,
-    Digests,
-    Manifests,
-    OpenFile,
-    faults,
-    manifests_among,
-    metadata_of,
-)
+from ..checked_files import BLOCK, Digesting, Files, OpenFile, faults
+from ..reader import Reader
 from .store import name_of, steps_of
 
 try:
     from fsspec.core import url_to_fs
-
-    try:  # public from torch 2.15 on
-        from torch.distributed.checkpoint import fsspec_filesystem as dcp_fsspec
-    except ImportError:
-        from torch.distributed.checkpoint import _fsspec_filesystem as dcp_fsspec
 except ImportError as error:
-    raise ImportError("pip install fsspec, and for s3:// s3fs of the same date") from error
+    raise ImportError("pip install fsspec, and for s3://, gs:// or az:// obstore") from error
+
+try:
+    from .in_parts import SCHEMES, InParts
+except ImportError:  # there is no obstore
+    SCHEMES = ()
 
 LOG = logging.getLogger(__name__)
 _COMMIT = ".json"  # after a step's name: the object that makes it a checkpoint
 _CLAIM = re.compile(r"claim\.(\d+)")
-PIECE = 32 << 20  # bytes of a part of an upload; at most 10,000 parts make an object
+PIECE = 8 << 20  # bytes that a store is given at a time
+_PART = 32 << 20  # bytes of a part of an upload by fsspec; at most 10,000 parts make an object
+_READERS = 16  # threads; one connection gives some 40 MB/s
+
+
+def _file_system(url: str) -> tuple:
+    """The file system of ``url``, and the path in it."""
+    scheme, _, path = url.partition("://")
+    if scheme in SCHEMES:
+        return InParts(scheme), path
+    return url_to_fs(url)
 
 
 class ObjectSink:
-    """An object that appears completely or not at all; see ``Sink``."""
+    """An object that appears completely or not at all; see ``Sink``.
+
+    It is sent at the end of the block, from where the buffers lie.
+    """
 
     def __init__(self, fs, path: str) -> None:
-        self.stream = fs.open(path, "wb", block_size=PIECE, autocommit=False)
+        self.fs = fs
+        self.path = path
+        self.nbytes = 0
+        self.buffers: list[memoryview] = []
         self.digesting = Digesting()
 
     def __enter__(self) -> "ObjectSink":
         return self
 
     def write(self, nbytes: int, buffers: Sequence) -> None:
+        self.nbytes += nbytes
         for buffer in buffers:
-            data = memoryview(buffer).cast("B")
-            self.digesting.add(data)
-            for start in range(0, len(data), PIECE):
-                self.stream.write(data[start : start + PIECE])
+            self.buffers.append(memoryview(buffer).cast("B"))
+
+    def pieces(self) -> Iterator[memoryview]:
+        for buffer in self.buffers:
+            for start in range(0, len(buffer), PIECE):
+                piece = buffer[start : start + PIECE]
+                self.digesting.add(piece)
+                yield piece
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is not None:
-            self.discard()
-            return
-        try:
-            self.stream.close()
-            self.stream.commit()
-        except BaseException:
-            self.discard()
-            raise
+        if kind is None:
+            if self.fs.protocol in SCHEMES:
+                self.fs.send(self.path, self.nbytes, self.pieces())
+            else:
+                self.send_in_turn()
+        self.buffers.clear()
 
-    def discard(self) -> None:
-        with suppress(Exception):
-            self.stream.close()
-            self.stream.discard()
+    def send_in_turn(self) -> None:
+        stream = self.fs.open(self.path, "wb", block_size=_PART, autocommit=False)
+        try:
+            for piece in self.pieces():
+                stream.write(piece)
+            stream.close()
+            stream.commit()
+        except BaseException:
+            with suppress(Exception):
+                stream.close()
+                stream.discard()
+            raise
 
     def described(self) -> dict[str, object]:
         return self.digesting.described()
+
+
+class OpenObject(OpenFile):
+    """An object of a checkpoint that is read in parts."""
+
+    def __init__(self, fs, path: str, nbytes: int) -> None:
+        self.fs = fs
+        self.path = path
+        self.nbytes = nbytes
+        self.last: tuple[int, bytes] = (0, b"")  # what was read last of small reads
+        self.take_digests(None)
+
+    def close(self) -> None:
+        """There is no connection to end: each read is a request."""
+
+    def read_some(self, memory: memoryview, begin: int) -> int:
+        last_begin, last = self.last
+        at = begin - last_begin
+        if at >= 0 and at + len(memory) <= len(last):  # entries that lie together are read in turn
+            memory[:] = last[at : at + len(memory)]
+            return len(memory)
+        data = self.fs.cat_file(self.path, start=begin, end=begin + len(memory))
+        memory[: len(data)] = data
+        if len(data) <= BLOCK:
+            self.last = (begin, bytes(data))
+        return len(data)
+
+    def some_bytes(self, begin: int, nbytes: int) -> bytes:
+        if nbytes == 0:  # which is no range
+            return b""
+        return bytes(self.fs.cat_file(self.path, start=begin, end=begin + nbytes))
 
 
 class Objects:
@@ -98,13 +145,14 @@ class Objects:
         if urlsplit(url).username is not None:  # logs and process lists would show them
             raise ValueError("credentials belong into the environment, not into the URL")
         self.root = url.rstrip("/")
+        self.fs, self.path = _file_system(self.root)
         self.claim: int | None = None
+        self.commits: dict[int, bytes] = {}  # by step; a name is given once, so none changes
 
     def at_root(self) -> tuple:
         """The file system, and the path of the root in it."""
-        fs, path = url_to_fs(self.root)
-        fs.invalidate_cache()  # s3fs remembers listings, and would resume from an old one
-        return fs, path
+        self.fs.invalidate_cache()  # s3fs remembers listings, and would resume from an old one
+        return self.fs, self.path
 
     def open(self) -> None:
         """Claim the root: the newcomer has it, and later commits of an older job raise.
@@ -179,15 +227,21 @@ class Objects:
         fs.rm_file(f"{root}/{probe}")
 
     def steps(self) -> list[int]:
-        fs, root = self.at_root()
         commits = [name for name in self.names() if name.endswith(_COMMIT)]
         steps = steps_of(name.removesuffix(_COMMIT) for name in commits)
-        return [step for step in steps if _is_ours(fs.cat_file(self.commit_of(step)))]
+        for step in self.commits.keys() - set(steps):
+            del self.commits[step]
+        return [step for step in steps if _is_ours(self.text_of_commit(step))]
 
     def commit_of(self, step: int) -> str:
         """The path of the object that makes ``step`` a checkpoint."""
         _, root = self.at_root()
         return f"{root}/{name_of(step)}{_COMMIT}"
+
+    def text_of_commit(self, step: int) -> bytes:
+        if step not in self.commits:
+            self.commits[step] = self.fs.cat_file(self.commit_of(step))
+        return self.commits[step]
 
     def read_commit(self, step: int) -> dict:
         """What the commit of ``step`` says: ``data``, its attempt, and ``objects``, their sizes.
@@ -195,65 +249,67 @@ class Objects:
         Raises:
             ValueError: it is torn.
         """
-        fs, _ = self.at_root()
-        path = self.commit_of(step)
         try:
-            content = json.loads(fs.cat_file(path))
+            return json.loads(self.text_of_commit(step))
         except ValueError as error:
-            raise ValueError(f"{path} is torn: {error}") from error
-        return content
+            raise ValueError(f"{self.commit_of(step)} is torn: {error}") from error
 
     def wrong(self, step: int, every_byte: bool = False) -> list[str]:
         try:
             commit = self.read_commit(step)
         except ValueError as error:
             return [str(error)]
-        found = self.sizes(step)
+        found = self.sizes_in(commit["data"])
         listed = commit["objects"]
         wrong = []
         for name in sorted(listed.keys() | found.keys()):
             if listed.get(name) != found.get(name):
                 wrong.append(f"{name}: {found.get(name)} bytes, {listed.get(name)} committed")
-        if not wrong and every_byte and manifests_among(found):  # version 0.2.1 wrote none
-            wrong = faults(found, self.opener(commit["data"]), every_byte)
+        files = self.files(commit["data"], found)
+        if not wrong and every_byte and files.are_listed:  # version 0.2.1 wrote no manifests
+            wrong = faults(files, every_byte)
         return wrong
 
     def sizes(self, step: int) -> dict[str, int]:
-        fs, root = self.at_root()
         try:
-            data = self.read_commit(step)["data"]
+            return self.sizes_in(self.read_commit(step)["data"])
         except ValueError:
             return {}
+
+    def sizes_in(self, data: str) -> dict[str, int]:
+        fs, root = self.at_root()
         found = {}
         for path, info in fs.find(f"{root}/{data}", detail=True).items():
             found[path.rpartition("/")[2]] = info["size"]
         return found
 
-    def opener(self, data: str):
-        """What opens an object of the attempt ``data``, by its name."""
+    def files(self, data: str, sizes: dict[str, int]) -> Files:
+        """The objects of the attempt ``data``."""
         fs, root = self.at_root()
 
-        def open_object(name: str):
-            return fs.open(f"{root}/{data}/{name}", "rb")
+        def open_object(name: str) -> OpenObject:
+            return OpenObject(fs, f"{root}/{data}/{name}", sizes[name])
 
-        return open_object
+        return Files(f"{self.root}/{data}", sizes, open_object, _READERS)
 
-    def reader(self, step: int) -> "ObjectReader":
+    def reader(self, step: int) -> Reader:
         data = self.read_commit(step)["data"]
-        names = self.sizes(step)
-        return ObjectReader(f"{self.root}/{data}", names, self.opener(data))
+        files = self.files(data, self.sizes_in(data))
+        return Reader(files.place, files)
 
     def set_aside(self, step: int, why: str) -> None:
         fs, _ = self.at_root()
         commit = self.commit_of(step)
         fs.cp_file(commit, f"{commit}.{why}-{time.time_ns()}")
         fs.rm_file(commit)
+        self.commits.pop(step, None)
 
     def remove(self, step: int) -> None:
         """Its commit goes first: what is left is no checkpoint."""
         fs, root = self.at_root()
         data = self.read_commit(step)["data"]
         fs.rm_file(self.commit_of(step))
+        self.commits.pop(step, None)
         fs.rm(f"{root}/{data}", recursive=True)
 
     def unfinished(self) -> list[str]:
@@ -274,13 +330,14 @@ class Objects:
 
     def join(self, place: str) -> None:
         """A store has no directories, and s3fs would make a bucket of a name that is mistyped."""
-        fs, path = url_to_fs(place)
-        if "file" in fs.protocol:
-            fs.makedirs(path, exist_ok=True)
+        if "file" in self.fs.protocol:
+            self.fs.makedirs(self.path_of(place), exist_ok=True)
+
+    def path_of(self, place: str) -> str:
+        return self.path + place.removeprefix(self.root)
 
     def create(self, place: str, name: str) -> ObjectSink:
-        fs, path = url_to_fs(place)
-        return ObjectSink(fs, f"{path}/{name}")
+        return ObjectSink(self.fs, f"{self.path_of(place)}/{name}")
 
     def settle(self, place: str) -> None:
         """An object is on the storage when it has its name."""
@@ -301,9 +358,8 @@ class Objects:
             )
 
     def drop(self, place: str) -> None:
-        fs, path = url_to_fs(place)
         with suppress(Exception):
-            fs.rm(path, recursive=True)
+            self.fs.rm(self.path_of(place), recursive=True)
 
 
 def _commit_once(fs, path: str, content: dict) -> None:
@@ -330,58 +386,3 @@ def _is_ours(content: bytes) -> bool:
     except ValueError:
         return True
     return isinstance(found, dict) and found.keys() >= {"data", "objects"}
-
-
-class _OpenObject(OpenFile):
-    """An object of a checkpoint that is read in parts."""
-
-    def __init__(self, path: str, stream: io.IOBase, digests: Digests | None) -> None:
-        self.path = path
-        self.stream = stream
-        self.nbytes = stream.seek(0, os.SEEK_END)
-        self.take_digests(digests)
-
-    def close(self) -> None:
-        self.stream.close()
-
-    def read_some(self, memory: memoryview, begin: int) -> int:
-        self.stream.seek(begin)
-        return self.stream.readinto(memory)
-
-
-class ObjectReader(dcp_fsspec.FsspecReader):
-    """Reads a checkpoint of an object store as DCP does; its bytes are checked where the save has
-    written digests.
-
-    Raises:
-        DamagedCheckpoint: from a read: an object has changed since it was saved.
-    """
-
-    def __init__(self, url: str, names: Sequence[str], open_object) -> None:
-        super().__init__(url)
-        self.open_object = open_object
-        self.manifests = Manifests(url, names, open_object)
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        with self.open_object(METADATA) as stream:
-            data = stream.read()
-        return metadata_of(f"{self.path}/{METADATA}", data, self.manifests)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        own = self.fs
-        with ExitStack() as closing:
-            self.fs = CheckedFiles(self.opened(plan, closing))
-            try:
-                return super().read_data(plan, planner)
-            finally:
-                self.fs = own
-
-    def opened(self, plan: LoadPlan, closing: ExitStack) -> dict[str, _OpenObject]:
-        found: dict[str, _OpenObject] = {}
-        for item in plan.items:
-            name = self.storage_data[item.storage_index].relative_path
-            if name not in found:
-                stream = closing.enter_context(self.open_object(name))
-                path = f"{self.path}/{name}"
-                found[name] = _OpenObject(path, stream, self.manifests.digests(name))
-        return found
