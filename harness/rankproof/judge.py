@@ -127,7 +127,7 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, hint: str = "") -> list[Fail
     ``hint`` is what is likely to have stopped them.
     """
     failures = []
-    nobody_went_on = all(rank.record.left_early for rank in ranks if rank.record)
+    all_left_early = all(rank.record.left_early for rank in ranks if rank.record)
     for rank in ranks:
         if rank.record is None:
             failures += _judge_missing(rank, timed_out, hint)
@@ -135,12 +135,14 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, hint: str = "") -> list[Fail
         ended_well = rank.process_ended and rank.exit in (0, *FROM_ABOVE)
         if rank.record.finished and not ended_well:
             failures += _judge_exit(rank, timed_out, hint)
-        failures += _judge_end(rank, hint, nobody_went_on)
+        failures += _judge_end(rank, hint)
+        if all_left_early:  # else the others did what it has left out
+            failures.append(_left_early(rank))
         failures += _judge_listed(rank)
     return sorted(failures, key=lambda failure: bool(LOST_PEER.search(failure.text)))
 
 
-def _judge_end(rank: Rank, hint: str, nobody_went_on: bool) -> list[Failure]:
+def _judge_end(rank: Rank, hint: str) -> list[Failure]:
     """What a rank raised, or where it ended before its last line."""
     record = rank.record
     failures = []
@@ -150,10 +152,13 @@ def _judge_end(rank: Rank, hint: str, nobody_went_on: bool) -> list[Failure]:
     if not record.finished and not record.error:
         how = "ended" if record.exit is None else f"sys.exit({record.exit})"
         failures.append(Failure("exited_early", f"{how} {BEFORE_ITS_END}", rank.number))
-    if record.left_early and nobody_went_on:
-        text = f"{record.left_early} {BEFORE_ITS_END}, as on all ranks"
-        failures.append(Failure("exited_early", text, rank.number))
     return failures
+
+
+def _left_early(rank: Rank) -> Failure:
+    """That a rank left its process group and ended before its last line, as all have."""
+    text = f"{rank.record.left_early} {BEFORE_ITS_END}, as on all ranks"
+    return Failure("exited_early", text, rank.number)
 
 
 def _judge_listed(rank: Rank) -> list[Failure]:
@@ -180,16 +185,19 @@ def _judge_listed(rank: Rank) -> list[Failure]:
 
 def _judge_missing(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
     """Why a rank left no record; nothing, if it was ended because another one had failed."""
-    kind, text = "missing_record", f"ended with exit code {rank.exit}"
     if rank.exit in FROM_ABOVE:
         if not timed_out:
             return []
-        kind, text = "hung", f"still running at the deadline{_innermost(rank.stacks)}"
-    elif rank.exit < 0:
-        signal = signal_name(-rank.exit)
-        cause = re.search(r"what\(\):\s*(.*)", rank.output)
-        kind, text = "killed", f"ended by {signal}" + (f": {cause[1]}" if cause else "")
-    return [Failure(kind, text, rank.number, hint)]
+        text = f"still running at the deadline{_innermost(rank.stacks)}"
+        return [Failure("hung", text, rank.number, hint)]
+    if rank.exit >= 0:
+        text = f"ended with exit code {rank.exit}"
+        return [Failure("missing_record", text, rank.number, hint)]
+    text = f"ended by {signal_name(-rank.exit)}"
+    cause = re.search(r"what\(\):\s*(.*)", rank.output)  # of a C++ exception
+    if cause:
+        text += f": {cause[1]}"
+    return [Failure("killed", text, rank.number, hint)]
 
 
 def _judge_exit(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
@@ -204,6 +212,7 @@ def _judge_exit(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
 
 
 def _main(stacks: str) -> str:
+    """The stack of the thread that wrote them, the main one, and what comes after it."""
     return stacks.rpartition("Current thread")[2] or stacks
 
 

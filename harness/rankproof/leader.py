@@ -163,6 +163,45 @@ class _Patience:
         return len(list(self.ranks_dir.glob(f"*.{suffix}"))) == self.processes
 
 
+def _wait_for(running: dict[int, int], patience: _Patience, requests: int) -> bool | None:
+    """Wait until processes have ended, or end them; whether they ran out of time.
+
+    None, if nobody can ask for the run any more: they still run then.
+    """
+    ranks_dir = patience.ranks_dir
+    while running:
+        for pid, status in _reap().items():
+            rank = running.pop(pid, -1)
+            if rank >= 0:
+                write_exit(ranks_dir, rank, status)
+        if not held_open(requests):
+            return None
+        failed = failed_already(ranks_dir)
+        if running and patience.is_over(failed):
+            dump_stacks(ranks_dir)
+            if patience.all_have("exit"):
+                _kill(running)  # torchrun alone: what the ranks have left is named later
+            else:
+                kill_all()
+            return not failed
+        time.sleep(POLL_S)
+    return False
+
+
+def _wait_for_leftovers() -> dict[int, str]:
+    """Give what ranks have left time to end by itself; return what is still there, and its names.
+
+    While there is something, it waits until that has a name.
+    """
+    until = time.monotonic() + LEFTOVER_GRACE_S
+    left = descendants()
+    while _has_children() and (time.monotonic() < until or not left):
+        _reap()
+        time.sleep(POLL_S)
+        left = descendants()
+    return left
+
+
 def lead(spec: Spec, start: Callable[[], dict[int, int]], requests: int) -> None:
     """Start ranks, wait for them, judge nothing, write ``outcome.json``.
 
@@ -177,32 +216,12 @@ def lead(spec: Spec, start: Callable[[], dict[int, int]], requests: int) -> None
     layers = private.enter(spec.run_dir, spec.through)
     os.chdir(spec.cwd)
     patience = _Patience(ranks_dir, spec.processes, spec.deadline_s)
-    timed_out = False
     running = start()
-    while running:
-        for pid, status in _reap().items():
-            rank = running.pop(pid, -1)
-            if rank >= 0:
-                write_exit(ranks_dir, rank, status)
-        if not held_open(requests):
-            kill_all()
-            return
-        failed = failed_already(ranks_dir)
-        if running and patience.is_over(failed):
-            timed_out = not failed
-            dump_stacks(ranks_dir)
-            if len(list(ranks_dir.glob("*.exit"))) == spec.processes:
-                _kill(running)  # torchrun alone: what the ranks have left is named below
-            else:
-                kill_all()
-            running = {}
-        time.sleep(POLL_S)
-    until = time.monotonic() + LEFTOVER_GRACE_S
-    left = descendants()
-    while _has_children() and (time.monotonic() < until or not left):
-        _reap()
-        time.sleep(POLL_S)
-        left = descendants()
+    timed_out = _wait_for(running, patience, requests)
+    if timed_out is None:
+        kill_all()
+        return
+    left = _wait_for_leftovers()
     kill_all()
     # Behind the last writer, and before what is in the layers is listed as left.
     private.move_made(layers, spec.through, run_dir / "made")

@@ -51,42 +51,65 @@ def fill_in(report: Report, left: Left, options: "Options") -> None:
     if outcome.timed_out:
         report.stacks = [rank.stacks for rank in ranks]
     saves = gather_saves(ranks)
-    hint = checkpoints.hint_at_a_shared_group(saves, len(ranks))
-    failures = judge.judge_ranks(ranks, outcome.timed_out, hint)
-    if outcome.left_processes:
-        failures.append(Failure("left_process", "; ".join(sorted(outcome.left_processes))))
     cached, elsewhere = written(outcome, ranks, left.own_places)
-    if elsewhere:
-        failures.append(Failure("wrote_elsewhere", some(elsewhere), hint=MAY_WRITE_HINT))
     if cached:
         report.notes.append(f"written to caches: {some(cached)}")
     if not outcome.private:
         report.notes.append(NO_MOUNTS)
+    failures = _judge_ends(outcome, ranks, saves, elsewhere)
     # What is turned off excuses no lost save.
     went_well = all(failure.kind in options.off for failure in failures)
     missing = judge.without_record(ranks)
     if missing and went_well:
-        log = left.log()
-        failures.append(Failure("missing_record", f"{missing}; {log}" if log else missing))
+        failures.append(_missing_record(missing, left))
         went_well = False
     failures += checkpoints.judge_saves(left.run_dir, saves, ranks, went_well)
-    directories = checkpoints.checkpoint_directories(left.run_dir, saves)
-    loaded = _loaded(directories, saves, report, left)
     counted = () if "wrote_elsewhere" in options.off else tuple(elsewhere)
-    failures += checkpoints.judge_checkpoints(saves, directories, loaded, counted)
-    unjudged = checkpoints.unjudged(saves, directories, loaded)
+    failures += _judge_checkpoints(report, left, saves, counted)
     for failure in failures:
         failure.text = left.readable(failure.text)
     report.failures = failures
+    records = [rank.record for rank in ranks if rank.record is not None]
+    is_to_order = options.control.order if options.control else options.order
+    _say_what_order_was_judged(report, records, is_to_order)  # by the report's failures
+    _say_where(report, records)
+    _turn_off(report, options.off)
+
+
+def _judge_ends(
+    outcome: Outcome, ranks: list[Rank], saves: list[SavedState], elsewhere: list[str]
+) -> list[Failure]:
+    """How ranks ended, and what they left besides saves."""
+    hint = checkpoints.hint_at_a_shared_group(saves, len(ranks))
+    failures = judge.judge_ranks(ranks, outcome.timed_out, hint)
+    if outcome.left_processes:
+        failures.append(Failure("left_process", "; ".join(sorted(outcome.left_processes))))
+    if elsewhere:
+        failures.append(Failure("wrote_elsewhere", some(elsewhere), hint=MAY_WRITE_HINT))
+    return failures
+
+
+def _missing_record(missing: str, left: Left) -> Failure:
+    """Ranks left no record, and nothing else says why but perhaps the leader's log."""
+    text = missing
+    log = left.log()
+    if log:
+        text += f"; {log}"
+    return Failure("missing_record", text)
+
+
+def _judge_checkpoints(
+    report: Report, left: Left, saves: list[SavedState], elsewhere: tuple[str, ...]
+) -> list[Failure]:
+    """Load what is on disk, compare it with the saves, and say in the report what was judged."""
+    directories = checkpoints.checkpoint_directories(left.run_dir, saves)
+    loaded = _loaded(directories, saves, report, left)
+    unjudged = checkpoints.unjudged(saves, directories, loaded)
     report.unjudged = [left.readable(text) for text in unjudged]
     report.checkpoints = list(dict.fromkeys(Path(d).name for d in directories))
     report.notes += checkpoints.not_compared(saves, directories)
     report.judged = _judged(report, saves, loaded)
-    records = [rank.record for rank in ranks if rank.record is not None]
-    is_to_order = options.control.order if options.control else options.order
-    _say_what_order_was_judged(report, records, is_to_order)
-    _say_where(report, records)
-    _turn_off(report, options.off)
+    return checkpoints.judge_checkpoints(saves, directories, loaded, elsewhere)
 
 
 def _loaded(directories: list[str], saves: list[SavedState], report: Report, left: Left) -> Loaded:
