@@ -13,6 +13,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -226,5 +227,16 @@ class Preemption:
                 self.vote[1].wait()
             self.start_listening()
             self.has_listened.wait()
+        elif self.vote is not None:
+            threading.Thread(target=self.end_vote, name="last vote", daemon=True).start()
         for number in self.grace_s:
             _HANDLERS[number].forget(self)
+
+    def end_vote(self) -> None:
+        """Hold the group until the last vote has ended, or the process.
+
+        A rank that was lost with its host never answers. Where nothing holds the group, the end of
+        the process waits until the vote has timed out, and the launcher until then.
+        """
+        with suppress(RuntimeError):
+            self.vote[1].wait()

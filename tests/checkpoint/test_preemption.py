@@ -1,8 +1,11 @@
 """A loop that is asked to leave saves first, however it asks; children are ended as any."""
 
+import os
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +47,30 @@ def test_no_line_of_a_loop_is_left_without_its_save_where_there_is_no_group() ->
 def test_sigterm_ends_a_forked_child() -> None:
     done = plain("forked_children.py")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("when", ["in a step", "in a save"])
+def test_a_rank_ends_though_another_was_lost_without_a_word(when: str, tmp_path: Path) -> None:
+    """Not after the ten minutes for which a vote waits: until then no launcher starts it again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    command = [sys.executable, "-W", "ignore", DATA / "lost_rank.py", tmp_path / "root", when]
+    ranks = []
+    for rank in ("0", "1"):
+        environment = {**with_library(), **group, "RANK": rank}
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        _, error = ranks[0].communicate(timeout=100)
+        assert ranks[0].returncode == 1
+        assert "Timed out waiting 3000ms" in error
+        stopped = os.waitid(os.P_PID, ranks[1].pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        assert stopped is not None, "rank 1 was not lost"
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def test_a_compiled_optimizer_ends_a_step_too(leaving: Preemption) -> None:
