@@ -129,7 +129,7 @@ class TrainingState(Stateful):
 
     def _state(self, keep_vars: bool) -> dict:
         states = self.trained.states(keep_vars)
-        left_out = self._names_left_out(states)
+        left_out = self._leave_out(states)
         model = states.model
         if left_out:
             kept = {name: leaf for name, leaf in model.items() if name not in left_out}
@@ -146,7 +146,12 @@ class TrainingState(Stateful):
         _take_apart(state)
         return state
 
-    def _names_left_out(self, states: States) -> set[str]:
+    def _leave_out(self, states: States) -> set[str]:
+        """The names of the frozen weights that this checkpoint leaves out.
+
+        Their digests, which ranks make together, are in ``self.left_out`` from here on, and what a
+        checkpoint has had once stays in all that follow.
+        """
         if self.left_out is None:
             return set()
         parameters = self.trained.parameters_of_model()
@@ -161,19 +166,27 @@ class TrainingState(Stateful):
 
     def _random_last(self) -> list[tuple[str, Stateful]]:
         """What each rank has for itself; others may draw random numbers as they save or load."""
-        return sorted(self.per_rank.items(), key=lambda item: item[0] == RandomNumbers.NAME)
+        items = dict(self.per_rank)
+        numbers = items.pop(RandomNumbers.NAME)
+        return [*items.items(), (RandomNumbers.NAME, numbers)]
 
     def _contents(self, state: dict, states: States, left_out: set[str]) -> Contents:
         """What a load compares, and what DCP's names do not tell."""
         survey = Survey()
         for key in state.keys() - {"model", PER_RANK}:
             survey.look(state[key], [key])
-        model = {name: described(leaf) for name, leaf in states.model.items()}
+        of_model = {}
+        of_left_out = {}
+        for name, leaf in states.model.items():
+            if name in left_out:
+                of_left_out[name] = described(leaf)
+            else:
+                of_model[name] = described(leaf)
         return Contents(
             optim=states.real,
             ranks=world_size(),
-            left_out={name: model.pop(name) for name in left_out},
-            model=model,
+            left_out=of_left_out,
+            model=of_model,
             digests={} if self.left_out is None else self.left_out.digests,
             frozen=states.frozen,
             buffers=states.buffers,
