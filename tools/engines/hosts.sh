@@ -8,7 +8,7 @@ set -uo pipefail
 here=$(dirname "$(realpath "$0")")
 project=$(realpath "$here/../..")
 python=$(realpath -s "$(command -v "${PYTHON:-$project/.venv/bin/python}")")
-scenarios=${*:-returns fewer elastic}
+scenarios=${*:-returns fewer elastic endpoint_lost}
 dir=$(mktemp -d /tmp/hosts.XXXXXX)
 mkdir "$dir/known"
 export PYTHONPATH=$project OMP_NUM_THREADS=1 KNOWN=$dir/known PACE=0.1
@@ -83,6 +83,16 @@ fewer() {
 # One is enough: host 1 goes on alone, and takes the other in when it comes back
 elastic() {
     begin 1:2 && lose 2 && await "one of 1 ranks" 150 && sleep 4 && come_back 2 1:2 && await "ends after" 240 && judge
+}
+# The host of the rendezvous: the other's torchrun waits for it, is ended by what started it, and both begin again
+endpoint_lost() {
+    begin 1:2 && lose 1 && sleep 90 || return
+    kill -0 "${hosts[2]}" && echo "$(date +%T) torchrun of host 2 still waits"
+    kill -9 "${hosts[2]}"
+    wait "${hosts[2]}" 2>/dev/null
+    come_back 1 2
+    start 2 2
+    await "ends after" 150 && judge
 }
 
 for scenario in $scenarios; do

@@ -11,4 +11,5 @@ trap 'rm -rf "$dir"' EXIT
 packages=$("$dir/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$packages/project.pth"
 "$dir/venv/bin/pip" install -q "ray[train]==2.60.0"
+export PYTHONUNBUFFERED=1
 PATH=$dir/venv/bin:$(dirname "$python"):$PATH "$dir/venv/bin/python" "$here/ray_train.py" "$@"

@@ -7,7 +7,7 @@ set -uo pipefail
 here=$(dirname "$(realpath "$0")")
 project=$(realpath "$here/../..")
 python=$(realpath -s "$(command -v "${PYTHON:-$project/.venv/bin/python}")")
-scenarios=${*:-limit preempt requeue usr1 too_late array node_lost batch_node_lost batch crash}
+scenarios=${*:-limit preempt requeue usr1 too_late array whole_array node_lost batch_node_lost batch crash}
 dir=$(mktemp -d /tmp/slurm.XXXXXX)
 chmod 755 "$dir" # munge wants everybody to reach its socket
 mkdir "$dir/known"
@@ -20,10 +20,7 @@ stop() {
     trap - EXIT INT TERM
     scancel --user=root 2>/dev/null
     for _ in $(seq 10); do [ -z "$(squeue -h 2>/dev/null)" ] && break; sleep 1; done
-    kill "${daemons[@]}" 2>/dev/null
-    sleep 1
-    kill -9 "${daemons[@]}" 2>/dev/null
-    wait 2>/dev/null
+    { kill -9 "${daemons[@]}"; wait; } 2>/dev/null
     rm -rf "$dir"
 }
 trap stop EXIT
@@ -156,17 +153,30 @@ too_late() {
     scancel --signal=TERM "$id" && await "no time left" 60 && again || return
     await "rank 0: begins after step 40" 90 && await "rank 0: ends" 150 && ended 60 && judge
 }
+starts_of() { grep -c "rank 0: begins" "$work/$1.out"; } # TASK
+await_starts() { # until both tasks of an array train
+    for _ in $(seq 90); do grep -qs begins "$work/0.out" && grep -qs begins "$work/1.out" && return; sleep 1; done
+    return 1
+}
 # Two tasks of an array; the one whose job has the array's number is asked to leave, the other goes on
 array() {
     export PACE=0.2
-    submit array.sbatch --time=5 && await "rank 0: begins" 90 && sleep 12 || return
+    submit array.sbatch --time=5 && await_starts && sleep 12 || return
     local one other
     one=$(squeue -h -r -j "$id" -o "%A %K" | awk -v id="$id" '$1 == id {print $2}')
     other=$((1 - one))
     echo "job $id is task $one"
     scancel --signal=TERM "${id}_$one" && await "rank 0: leaves" 60 && again "${id}_$one" && ended 240 || return
-    echo "starts of task $one: $(grep -c "rank 0: begins" "$work/$one.out"), of task $other: $(grep -c "rank 0: begins" "$work/$other.out")"
-    [ "$(grep -c "rank 0: begins" "$work/$other.out")" = 1 ] && judge "$work/0.out" && judge "$work/1.out"
+    echo "starts of task $one: $(starts_of $one), of task $other: $(starts_of $other)"
+    [ "$(starts_of $one)$(starts_of $other)" = 21 ] && judge "$work/0.out" && judge "$work/1.out"
+}
+# What the array's number means to scontrol: all of its tasks
+whole_array() {
+    export PACE=0.2
+    submit array.sbatch --time=5 && await_starts && sleep 12 && scontrol requeue "$id" || return
+    again "${id}_0" && again "${id}_1" && ended 240 || return
+    echo "starts of task 0: $(starts_of 0), of task 1: $(starts_of 1)"
+    [ "$(starts_of 0)$(starts_of 1)" = 22 ] && judge "$work/0.out" && judge "$work/1.out"
 }
 lose() { # NODE: as by a power cut, once step 40 is saved
     export PACE=0.2
