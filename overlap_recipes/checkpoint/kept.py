@@ -105,7 +105,10 @@ def left_out(store: Store, keep_last: int, keep_every: int) -> list[int]:
         ValueError: nothing would be kept.
     """
     check_kept(keep_last, keep_every)
-    whole = [step for step in store.steps() if not store.wrong(step)]
+    there = store.steps()
+    if len(there) <= keep_last:
+        return []
+    whole = [step for step in there if not store.wrong(step)]
     older = whole[keep_last:]
     return [step for step in older if not keep_every or step % keep_every]
 

@@ -213,10 +213,12 @@ def _nothing_older(name: str, damage: object) -> DamagedCheckpoint:
 
 def _seen_wrong(store: Store, step: int) -> list[str]:
     """What this rank sees that is wrong with the checkpoint of ``step``."""
-    there = store.steps()
-    if step not in there:
-        return [f"there is none, only {there}"]
-    return store.wrong(step)
+    wrong = store.wrong(step)
+    if wrong:
+        there = store.steps()
+        if step not in there:
+            return [f"there is none, only {there}"]
+    return wrong
 
 
 def _set_newer_aside(store: Store, step: int) -> None:
