@@ -262,19 +262,23 @@ def line_of_figures(repo: Path) -> str:
     step = gain(repo, "offload_step", ["streamed_adam"], "kept", {"model": "llama-8b"})
     if save is None or step is None:
         return ""
-    codes = dict.fromkeys(code_in_words(of.best.ours) for of in (save, step))
     said = [
-        f"**Measured**, version {' and '.join(codes)}.",
-        f"What a save costs training of Llama 1B: {in_figures(save, 'cost_s', save.best, set())},",
-        f"on {save.result.machine}.",
-        "What a step of Llama 8B keeps of a resident run's speed with its layers and optimizer on",
-        f"the host, on {step.result.machine}:",
+        "**Measured.** Training time that one save of Llama 1B takes, on",
+        f"{measured_with(save)}: {in_figures(save, 'cost_s', save.best, set())}.",
+        "Speed of a step of Llama 8B with its layers and optimizer on the host (100 %: all of it",
+        f"on the device; ours {how(step.best.ours)}), on {measured_with(step)}:",
     ]
     told: set[str] = set()
     for column in (step.best, *step.behind):
+        slower = ", where ours is slower:" if column.better else ""
         figures = in_figures(step, "kept", column, told)
-        said.append(f"at {column.ours['tokens']:,} tokens {figures};")
+        said.append(f"at {column.ours['tokens']:,} tokens{slower} {figures};")
     return f"{' '.join(said).rstrip(';')}. [All of it](guide/gains.rst)."
+
+
+def measured_with(of: Gain) -> str:
+    """``1 × NVIDIA H200, version 0.3.0 (abc)``."""
+    return f"{of.result.machine}, version {code_in_words(of.best.ours)}"
 
 
 def in_figures(of: Gain, field: str, column: Column, told: set[str]) -> str:

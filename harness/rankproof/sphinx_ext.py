@@ -352,12 +352,12 @@ class BuildSummary(SphinxDirective):
         torches = {report.torch and f"torch {report.torch}" for report in reports}
         text = (
             f"For these pages {passed} of {len(all_runs)} recipes passed on {ranks} ranks, and "
-            f"{sum(caught)} of {len(caught)} deliberate faults in them were caught "
+            f"their checks caught {sum(caught)} of {len(caught)} deliberate faults in them "
             f"({', '.join(sorted(filter(None, devices | torches)))})."
         )
         in_part = [report for report in reports if report.ok and report.unjudged]
         if in_part:
-            text += f" Of {len(in_part)} of these recipes, what is saved is judged in part."
+            text += f" In {len(in_part)} of them the checks do not cover everything that is saved."
         css = "build-summary" if passed == len(all_runs) and all(caught) else "bad"
         return [paragraph(text, f"build-summary {css}")]
 

@@ -4,18 +4,18 @@
 Saves during training
 =====================
 
-Save, keep, resume and leave in time with one object around your loop. A save copies the state
-during the next step's forward and backward, and a thread writes it during the steps after that.
-Checkpoints are durable and verified, the newest ones stay, and a job that was killed goes on as if
-nothing had happened: same losses, same bits.
+One object around your loop saves checkpoints, deletes old ones, resumes, and saves before a
+preemption. A save copies the state during the next step's forward and backward, and a thread writes
+it during the steps after that. Checkpoints are durable and verified. A job that was killed goes on as
+if nothing had happened: same losses, same bits.
 
 .. result-gain:: checkpoint_stall
    :rows: overlapped_writer torch_checkpointing default_stager_ordered default_stager_2.13 async_save
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-   ``overlapped_writer`` is this save. Where the host bounds the loop, as with most eager models, a save
-   costs several times as much: *What it buys*.
+   ``overlapped_writer`` is this save. Most eager models are bound by the host; there a save costs
+   several times as much: see *What it buys*.
 
 .. index::
    single: save before exit on SIGTERM
@@ -45,9 +45,9 @@ first: each is one file of torch alone.
                break
    sys.exit(checkpoints.exit_code)
 
-``loader`` knows where it is, as torchdata's ``StatefulDataLoader`` does; a stock ``DataLoader`` is
-refused, with what to do. Exit code 85 is no crash, but ``torchrun`` prints one and ends with 1:
-:doc:`/guide/cluster` has files for a scheduler.
+``loader`` saves its position, as torchdata's ``StatefulDataLoader`` does. A stock ``DataLoader`` is
+refused, and the error says what to do. Exit code 85 means: saved, start me again. ``torchrun`` reports
+it as a crash, and itself ends with 1. :doc:`/guide/cluster` has job files for schedulers.
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in the repository, or a copy of
 its folder ``overlap_recipes``. It needs torch alone.
@@ -87,8 +87,9 @@ work. The optimizer waits for the copy, on the device; the host waits for nothin
 # %%
 # The job
 # -------
-# A stock Transformer with dropout, AdamW, a schedule, and a loader that knows where it is. All four have
-# to come back, and the random numbers of dropout, which ``TrainingState`` saves by itself.
+# A stock Transformer with dropout, AdamW, a schedule, and a loader that saves its position. The states of
+# all four must be restored. So must the random number generators, for dropout: ``TrainingState`` saves
+# them unasked.
 
 import argparse
 import os
@@ -160,7 +161,7 @@ class Job:
 # %%
 # The loop
 # --------
-# The block from the top. ``before_step`` is the proof's.
+# The block from the top. ``before_step`` lets the proof interrupt the job.
 
 
 def train(
@@ -187,16 +188,16 @@ def train(
 # %%
 # A save
 # ------
-# ``save`` takes the step, not a path: so a checkpoint cannot have the name of another step.
+# ``save`` takes a step, not a path, and makes the checkpoint's name from it.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/manager.py
 #    :language: python
 #    :pyobject: CheckpointManager.save
 #
-# Two orderings make it right. The copies are queued on a stream of their own, which waits for what
-# training has queued: the optimizer step. And the next optimizer step waits for the event after the
-# copies, by a hook that torch calls. Tensors below 1 MiB, and those that forward changes, are copied on
-# the device first.
+# Two orderings make it right. The copies run on a side stream, which first waits for the optimizer step
+# that training has queued. The next optimizer step waits for an event after the copies: a hook of the
+# optimizer queues that wait. Tensors below 1 MiB, and those that forward changes, are first copied on
+# the device.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/staging.py
 #    :language: python
@@ -206,14 +207,14 @@ def train(
 #    :language: python
 #    :pyobject: Staging.before_update
 #
-# The thread that writes flushes the files and leaves their digests. When **every** rank has, rank 0
-# gives the checkpoint its name: by a rename, in a store by one object that names the others. So what is
-# called ``step<N>`` is whole.
+# The writer thread flushes the files and stores their digests. When **every** rank has done so, rank 0
+# gives the checkpoint its name. In a directory that is a rename; in a store, one object that lists the
+# others. So a checkpoint called ``step<N>`` is complete.
 #
-# Your loop may read a scalar (``loss.item()``) meanwhile. A copy engine stays with a stream that has
-# another copy ready, so the read would wait for all of them. So before each piece a few bytes go *to* the
-# device: the other engine's work, during which the read is served (`as TorchRec saw
-# <https://github.com/meta-pytorch/torchrec/pull/4303>`__).
+# Your loop may read a scalar (``loss.item()``) during the copies. A copy engine stays with a stream as
+# long as that has a copy ready, so the read would wait for all of them. Therefore a few bytes are copied
+# *to* the device before each piece. The other copy engine does that, and meanwhile the first serves the
+# read (`as TorchRec saw <https://github.com/meta-pytorch/torchrec/pull/4303>`__).
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
@@ -228,15 +229,15 @@ def train(
 #
 # A restart
 # ---------
-# All ranks agree on the newest checkpoint whose files have their sizes, and load it; the load compares
-# digests. Newer ones are set aside. :doc:`load` has more.
+# All ranks load the newest checkpoint whose files have the right sizes, and compare digests. Newer ones
+# are renamed, and no longer found. :doc:`load` has more.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/manager.py
 #    :language: python
 #    :pyobject: CheckpointManager.resume
 #
-# SIGTERM sets a flag. ``preempted()`` asks all ranks for it, in a message that was sent a step ago, so
-# that nobody waits. All leave after the same step.
+# SIGTERM sets a flag. ``preempted()`` reduces the flag over all ranks. It returns the result of the
+# reduction that began a step earlier, so no rank waits. All leave after the same step.
 #
 # Run it, and prove it
 # --------------------
@@ -315,7 +316,7 @@ if __name__ == "__main__":
 # Keep, list, verify, prune
 # -------------------------
 # ``keep_last=2`` keeps the two newest, ``keep_every=10_000`` those of steps 10,000, 20,000 and so on, too.
-# An old one goes when a newer one is durable.
+# An old one is deleted once a newer one is durable.
 #
 # .. code-block:: bash
 #
@@ -324,23 +325,24 @@ if __name__ == "__main__":
 #     # the rules of your job; without --dry-run it deletes, unless a job writes there
 #     python -m overlap_recipes.checkpoint prune checkpoints --keep-last 3 --keep-every 10000 --dry-run
 #
-# ``prune`` looks at names and sizes alone: ``verify`` first. What is set aside nobody deletes but you.
+# ``prune`` looks at names and sizes alone: run ``verify`` first. Renamed ones (``.set-aside-``) are yours to
+# delete.
 #
 # Leave in time
 # -------------
 # SIGTERM asks the job to leave: ``preempted()`` is true, it saves, and ends with 85. ``grace_s`` (30 by
-# default) must hold two steps, the rest of an earlier save, and a save. Else the rank ends with 86, and
-# the save before counts. Signal ``torchrun``, not its ranks, which it would restart.
+# default) must cover two steps, the rest of an earlier save, and a save. Otherwise the rank ends with 86,
+# and the job resumes from the save before. Signal ``torchrun``, not a rank: ``torchrun`` would restart all.
 #
 # :doc:`/guide/cluster` has files that ran under Slurm, Ray Train and ``torchrun`` on several hosts.
 #
-# Other signals: ``grace_s={SIGUSR1: 300}``. On a thread, as under Ray: ``grace_s=None``, and
-# ``ask_to_leave()``.
+# For other signals give ``grace_s={SIGUSR1: 300}``. On a thread, as under Ray, give ``grace_s=None`` and
+# call ``ask_to_leave()``.
 #
 # Where checkpoints lie
 # ---------------------
-# In a directory that all ranks see, or, where hosts share none, in a store: ``"s3://bucket/run"`` needs
-# ``fsspec`` and ``obstore`` (or ``s3fs``, which is slower), and credentials in the environment.
+# In a directory that all ranks see. If the hosts share none, in a store: ``"s3://bucket/run"`` needs
+# ``fsspec``, ``obstore`` (or ``s3fs``, which is slower), and credentials in the environment.
 #
 # * ``fsync`` is a request: a disk or a mount may lie about it.
 # * Two jobs cannot share a root. In a directory a file lock refuses the second (NFS has it between hosts
@@ -367,8 +369,8 @@ if __name__ == "__main__":
 #    :rows: none dcp_save async_save pinned overlapped_writer
 #    :where: step=long storage=memory
 #
-# Jobs were struck while they wrote, and second jobs resumed. *Lost or wrong*: from an older step than the
-# last durable one, or with other bits.
+# A fault was injected into a job while it wrote, and a second job resumed. *Lost or wrong*: it resumed
+# from an older step than the last durable one, or with other bits.
 #
 # .. result-table:: soak
 #    :rows: kill raise full truncated flipped
@@ -405,9 +407,9 @@ if __name__ == "__main__":
 #
 # * ``TrainingState`` saves what you give it, and nothing else: ``scheduler=``, ``ema=``,
 #   ``per_rank={"data": loader}``. A loader that you do not pass begins again.
-# * Buffers that each rank changes for itself, as BatchNorm's, come back from rank 0 on all ranks. The
-#   first save names them in a warning.
-# * An exception that leaves the block waits for a write, but 30 s at most.
+# * Buffers that differ between ranks, as BatchNorm's: all ranks resume with those of rank 0. The first
+#   save names them in a warning.
+# * After an exception the block waits at most 30 s for a write.
 #
 # These raise, and say what to do:
 #

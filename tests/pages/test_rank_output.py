@@ -86,8 +86,8 @@ def test_what_is_broken_fails_the_build_and_shows_on_its_page(toy_site):
     summary = BeautifulSoup(toy_site.page("index"), "html.parser").select_one(".build-summary")
     passed = f"7 of {7 + len(BAD)}"
     assert summary.get_text() == (
-        f"For these pages {passed} recipes passed on 2 ranks, and 4 of 6 deliberate faults in them "
-        f"were caught (CPU, torch {torch.__version__})."
+        f"For these pages {passed} recipes passed on 2 ranks, and their checks caught 4 of 6 "
+        f"deliberate faults in them (CPU, torch {torch.__version__})."
     )
 
 
