@@ -4,16 +4,17 @@
 Save without stopping: ``async_save``
 =====================================
 
-Let training go on while a checkpoint is written. ``async_save`` of
-``torch.distributed.checkpoint`` (DCP) stops training only for a copy to host memory; a thread
-writes that copy during the next steps. Used as it comes, it can lose the last checkpoint, end a run
-because one disk is full, or leave a directory that loads and is wrong. This file closes these gaps.
+Let training go on while a checkpoint is written. ``async_save`` of ``torch.distributed.checkpoint``
+(DCP) stops training only for a copy to host memory; a thread writes that copy during the next
+steps. ``async_save`` alone can lose the last checkpoint. It can end a run because one disk is full.
+It can leave a directory that loads without an error and holds wrong values. This file closes these
+gaps.
 
 **Scope.** A state dict of plain tensors, DTensors, numbers and text, on any number of ranks that
-share a file system. What is no DTensor must be the same on all ranks. With
-``check=SameOnAllRanks()``, as below, everything else raises at the save, on every rank; without it,
-nobody looks. How to get a state dict that can be resumed from, and how to load it, is the subject of
-:doc:`state_to_save`.
+share a file system. All but DTensors must be the same on all ranks. With
+``check=SameOnAllRanks()``, as below, a save of any other state raises on every rank. Without it,
+nothing checks the state. :doc:`state_to_save` says how to get a state dict that a run can resume
+from, and how to load it.
 
 **When not to bother:** the state is small or you save rarely (call ``dcp.save``), or the host has
 no room for a second copy of what all its ranks hold. If the copy itself takes too long,
@@ -31,9 +32,10 @@ This is the loop, with ``get_state_dict`` of ``torch.distributed.checkpoint.stat
 .. literalinclude:: async_save.py
    :pyobject: train
 
-Copy ``AsyncCheckpoints``, the first block of code below. It needs torch alone. ``_checks.py`` holds what
-it leaves to others: ``NamedWhenComplete`` and ``SameOnAllRanks``. Without them it works as well; then a
-killed save leaves a directory that looks like the others, and nobody compares the ranks.
+Copy ``AsyncCheckpoints``, the first block of code below. It needs torch alone. Two more parts are
+in ``_checks.py``: ``NamedWhenComplete`` and ``SameOnAllRanks``. ``AsyncCheckpoints`` works without
+them. But then a killed save leaves a directory that looks like a complete checkpoint, and nothing
+compares the ranks.
 
 .. grid:: 1 1 2 2
 
@@ -71,16 +73,18 @@ again.
 #    gloo group at the same time, their messages mix, and the ranks abort or hang.
 # 2. **One save at a time.** Two saves would need two copies of the state in host memory. Uploads
 #    that share a group, a writer or a stager damage each other without an error.
-# 3. **A failed save costs one checkpoint.** Its error waits in the future, often as a
-#    ``CheckpointException``, which derives from ``BaseException``. The next ``save`` logs that
-#    error and goes on. If no save follows, leaving the ``with`` block raises it.
-# 4. **The last save is awaited**, also when an exception leaves the ``with`` block; no other save
-#    begins then. If the other ranks never join this save, ``PATIENCE`` ends the wait. (Nobody can
-#    interrupt the thread, and Python waits for it at exit in any case.)
+# 3. **A failed save costs one checkpoint.** The save's future keeps the error. It is often a
+#    ``CheckpointException``, which derives from ``BaseException``: ``except Exception`` does not
+#    catch it. The next ``save`` logs the error and goes on. If no save follows, leaving the
+#    ``with`` block raises it.
+# 4. **The last save is awaited.** Leaving the ``with`` block waits for it. If an exception leaves
+#    the block, the block still waits, and no other save begins. If the other ranks never join
+#    this save, the wait ends after ``PATIENCE``. (The upload thread cannot be interrupted, and
+#    Python waits for it at exit in any case.)
 #
-# ``per_thread_copy_ahead=0``: what the writer writes is in host memory already. By default it would
-# synchronize with the compute stream once per tensor, and an upload would take as many training
-# steps as there are tensors.
+# ``per_thread_copy_ahead=0``: the writer need not copy ahead, because the state is in host memory
+# already. By default it would synchronize with the compute stream once per tensor, and an upload
+# would take as many training steps as there are tensors.
 
 import logging
 import operator
@@ -101,14 +105,15 @@ PATIENCE = timedelta(minutes=10)  # how long a rank that has written waits for t
 class AsyncCheckpoints:
     """Save state dicts asynchronously, each to ``root/step<N>``, one save at a time.
 
-    All ranks construct it, call ``save`` at the same steps and leave its ``with`` block. It leaves
-    to ``_checks.py``: names for complete checkpoints alone (``writer=NamedWhenComplete``), and an
-    error where ranks differ (``check=SameOnAllRanks()``).
+    All ranks construct it, call ``save`` at the same steps and leave its ``with`` block. Two parts
+    are in ``_checks.py``: a name that only a complete checkpoint gets
+    (``writer=NamedWhenComplete``), and an error if ranks differ (``check=SameOnAllRanks()``).
 
     Args:
         root: a directory that all ranks see.
-        stager: how the state comes to host memory; torch's pageable copy if None. It copies while
-            the caller waits, or has the next optimizer step wait, as ``OverlappedStager`` does.
+        stager: copies the state to host memory; torch's pageable copy if None. Its copy ends before
+            the call returns, or it makes the next optimizer step wait for the copy, as
+            ``OverlappedStager`` does.
         writer: called with a directory and options of ``FileSystemWriter``.
         check: called with step, state and group before each save; raises on all ranks or on none.
 
@@ -141,8 +146,8 @@ class AsyncCheckpoints:
 
         Args:
             step: how many steps have been taken. The checkpoint is named after it.
-            state: what ``get_state_dict`` gives now, on this thread; of a ``Stateful`` object, what
-                its ``state_dict()`` gives.
+            state: the result of ``get_state_dict``, called now and on this thread. For a
+                ``Stateful`` object, pass the result of its ``state_dict()``, not the object.
 
         Raises:
             TypeError: ``step`` is no whole number.
@@ -207,23 +212,24 @@ class AsyncCheckpoints:
 # What it leaves to ``_checks.py``
 # --------------------------------
 # **A name for complete checkpoints alone.** DCP writes ``.metadata`` last, yet ``.metadata`` does
-# not prove that a checkpoint is complete. Suppose the process group is destroyed while an upload
-# waits its turn. The upload thread finds no group and takes its rank for the only one. Each rank
-# then writes its files and ``.metadata`` over those of the others. The directory loads without an
-# error, and a part of its weights was never written. Saving a step twice into one directory can do
-# the same damage. So the files go to ``<directory>.incomplete``. Rank 0 counts the ranks before any
-# of them writes, and removes the suffix when all have written. **A directory without the suffix is
-# complete.**
+# not prove that a checkpoint is complete. Suppose the process group is destroyed before the
+# upload thread begins its save. The thread then finds no group and acts as if its rank were the
+# only one. Each rank writes its files and ``.metadata`` over those of the others. The directory
+# loads without an error, and a part of its weights was never written. Saving a step twice into
+# one directory can do the same damage. So the files go to ``<directory>.incomplete``. Rank 0
+# counts the ranks before any of them writes, and removes the suffix when all have written. **A
+# directory without the suffix is complete.**
 #
 # .. literalinclude:: /recipes_source/checkpoint/_checks.py
 #    :pyobject: NamedWhenComplete
 #
-# **A comparison of ranks.** DCP takes a tensor that is no DTensor for replicated, and keeps one
-# rank's. The same holds for a number. If the ranks hold different values (BatchNorm's statistics
-# under DDP, a moment that an optimizer made of its shard, the position of a data loader), the others
-# are lost without an error. So ``fact_of`` describes each leaf, and the ranks compare. Digests of
-# tensors are compared at the first save alone: the host waits for the device, and reads every plain
-# tensor.
+# **A comparison of ranks.** DCP assumes that a plain tensor, one that is no DTensor, has the same
+# values on all ranks, and saves those of one rank. It does the same with numbers. If the values
+# differ (BatchNorm's statistics under DDP, a moment that an optimizer made of its shard, the
+# position of a data loader), those of the other ranks are lost without an error. So ``fact_of``
+# describes each leaf of the state dict, and the ranks compare the descriptions. They compare
+# digests of plain tensors at the first save alone: for a digest, the host waits for the device
+# and reads the whole tensor.
 #
 # .. dropdown:: ``SameOnAllRanks``, and what is a fact
 #
@@ -235,10 +241,11 @@ class AsyncCheckpoints:
 #
 # Run it, and prove it
 # --------------------
-# ``train`` is the loop from the top of the page. When it asks for its next batch, it has just
-# saved, so the checkpoint must hold the bits of that moment. After that, three saves must fail: where
-# a file is in the way, where ranks differ, where a rank is missing. The lines ``is not saved`` and
-# ``refused`` below are expected. Toys and comparisons of bits are in ``_checks.py``, too.
+# ``train`` is the loop from the top of the page. Right after a save, it asks for its next batch.
+# The state at that moment is kept, and the checkpoint must hold the same bits. After that, three
+# saves must fail: where a file is in the way, where ranks differ, where a rank is missing. The
+# lines ``is not saved`` and ``refused`` below are expected. Toys and comparisons of bits are in
+# ``_checks.py``, too.
 
 import argparse
 import tempfile
@@ -319,10 +326,11 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # Training no longer waits for storage. It still waits for staging: each save here allocates
-# pageable host memory and copies the state into it, far below the rate of the link. ``pinned`` is
-# the save of :doc:`pinned_staging`, which changes the memory and nothing else; ``overlapped_stager``
-# that of :doc:`default_stager`, ``overlapped_writer`` that of :doc:`saves_beside_training`. ``dcp_save``
-# blocks. :doc:`/guide/measured` explains the columns.
+# pageable host memory and copies the state into it, far below the rate of the link. Three rows
+# are of other pages: ``pinned`` of :doc:`pinned_staging`, which changes the memory and nothing
+# else, ``overlapped_stager`` of :doc:`default_stager`, and ``overlapped_writer`` of
+# :doc:`saves_beside_training`. ``dcp_save`` is a call of ``dcp.save``, which blocks.
+# :doc:`/guide/measured` explains the columns.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save async_save pinned overlapped_stager overlapped_writer
@@ -346,18 +354,19 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit below was made and run when this page was built. Where chance would decide (a write
-# that happens to end in time), the test holds the write, or crosses two collectives, until the
-# damage is certain.
+# Each edit below was made and run when this page was built. Some of this damage depends on
+# timing: a write may happen to end in time. There the test holds the write back, or makes ranks
+# enter two collectives in opposite order, so that the damage is certain.
 #
 # .. recipe-controls::
 #
 # Known limits
 # ------------
-# * Plain tensors are compared at the first save alone, by their SHA-256. If they part later, one
-#   rank's are kept.
-# * A checkpoint of the same name makes the save fail: a job that goes back to an earlier step moves
-#   the later checkpoints away first. ``CheckpointManager`` of :doc:`saves_beside_training` does.
+# * Plain tensors are compared at the first save alone, by their SHA-256. If they differ later,
+#   only one rank's values are saved.
+# * A save fails if a checkpoint of the same name exists. A job that goes back to an earlier step
+#   must first move the later checkpoints away. ``CheckpointManager`` of
+#   :doc:`saves_beside_training` does that.
 # * A rank that dies during the upload fails that upload on the other ranks too (``Connection
 #   closed by peer``). Their group is gone, so their next save raises.
 # * ``FileSystemWriter(thread_count=2)`` or more loses the error of a writing thread

@@ -4,20 +4,20 @@
 Stage while the next step runs: ``DefaultStager``
 =================================================
 
-Move the staging copy out of training: it runs during the next step's forward and backward, and the
-device alone waits for it, before the optimizer's kernels. torch's own ``DefaultStager`` is made for
-this. As it stands it can write the weights of the previous step, and **it hides next to nothing** (see
-`What it buys`_). So this file takes its page-locked memory from ``DefaultStager`` and copies by itself,
-in 60 statements.
+Move the staging copy out of training: it runs during the next step's forward and backward. The host
+does not wait for it; the device does, before the optimizer's kernels. torch's own ``DefaultStager``
+is made for this. As it stands it can write the weights of the previous step, and **it hides next to
+nothing** (see `What it buys`_). So this file only takes page-locked memory from ``DefaultStager``.
+It makes the copies itself, in 60 statements.
 
-**Scope.** As in :doc:`async_save`: a state dict of plain tensors, DTensors, numbers and text, what is
-no DTensor being the same on all ranks. Until the copy has ended, only optimizers of torch and forward
-change what was saved, and you name what forward changes.
+**Scope.** As in :doc:`async_save`: a state dict of plain tensors, DTensors, numbers and text; all
+but DTensors are the same on all ranks. Until the copy has ended, only optimizers of torch and
+forward may change the saved tensors. You name those that forward changes.
 
-**When not to bother:** you train on a CPU, which has no second engine to copy with. Or your forward and
-backward together are shorter than the copy (bytes of a rank's state over the rate of its link): the
-update waits for the rest. :doc:`saves_beside_training` does the same for more kinds of state, with a
-shorter call.
+**When not to bother:** you train on a CPU, which has no second engine to copy with. Or the copy
+(bytes of a rank's state over the rate of its link) takes longer than forward and backward together:
+the optimizer step then waits for its end. :doc:`saves_beside_training` does the same for more kinds
+of state, with a shorter call.
 
 .. result-gain:: checkpoint_stall
    :rows: overlapped_stager default_stager_2.13 pinned overlapped_writer
@@ -31,9 +31,9 @@ This is the loop:
 .. literalinclude:: default_stager.py
    :pyobject: train
 
-Copy ``OverlappedStager``, the first block of code below. It needs torch alone. It is a stager of
-``dcp.async_save``, and leaves to ``AsyncCheckpoints`` of :doc:`async_save` a process group for the saves
-alone, that one save is in flight at a time, and that the last one is awaited.
+Copy ``OverlappedStager``, the first block of code below. It needs torch alone. Pass it to
+``AsyncCheckpoints`` of :doc:`async_save`, which does the rest: it makes a process group for saves
+alone, keeps one save in flight, and waits for the last one.
 
 .. grid:: 1 1 2 2
 
@@ -80,30 +80,31 @@ steps with three ways to save:
 # The block to copy
 # -----------------
 # **Two waits on the device, none on the host.** Kernels are queued: when you call ``async_save``,
-# those of the optimizer may not have run yet. So the copying stream waits for the compute stream as
-# it is at the call, and before the next optimizer step, which a hook of torch precedes, the compute
-# stream waits for the last copy. ``DefaultStager``'s stream waits for nothing (torch 2.9 to 2.15): its
-# copy can overtake the step, and a ``loss.item()`` after the step, which waits for the device, hides
-# the defect.
+# those of the optimizer may not have run yet. So the copying stream first waits for what the
+# compute stream has queued. Before the next optimizer step, the compute stream waits for the last
+# copy; a hook of torch queues this wait. ``DefaultStager``'s stream waits for nothing (torch 2.9
+# to 2.15), so its copy can overtake the step. A ``loss.item()`` after the step hides this defect,
+# because it waits for the device.
 #
-# **Gaps.** One copy engine serves each direction. It stays with a stream that has another copy ready,
-# so a loop that reads a number in mid-step, as ``loss.item()`` does and as stock models do, waits for
-# all copies that are queued. 64 bytes in the other direction before each piece let the read pass.
+# **Gaps.** One copy engine serves each direction. It stays with a stream that has another copy
+# ready. So a read of a number in mid-step, by ``loss.item()`` or inside a stock model, waits for
+# all queued copies. A copy of 64 bytes in the other direction, before each piece, lets the read
+# pass.
 #
-# **The interpreter.** ``DefaultStager`` copies storages by ``UntypedStorage.copy_``, which keeps the
-# interpreter's lock until it returns, and it does not pin memory of four bytes or less. An optimizer
-# has such a number for each parameter. Its copy, to pageable memory, waits for all copies queued before
-# it, and the training thread waits with it. Here they are pinned as well, and ``Tensor.copy_`` gives
-# the lock back.
+# **The interpreter.** ``DefaultStager`` copies storages by ``UntypedStorage.copy_``, which keeps
+# the interpreter's lock until it returns. It does not pin memory of four bytes or less, and an
+# optimizer has such a number for each parameter. The copy of that number to pageable memory waits
+# for all copies queued before it. It keeps the lock, so the training thread waits, too. Here
+# these numbers are pinned as well, and ``Tensor.copy_`` releases the lock.
 #
 # **What forward changes.** The next forward begins at once, and changes buffers (BatchNorm's
-# statistics, a token count) before they are copied. Waiting before ``optimizer.step()`` is too late for
-# them. Buffers are small, so clone them on the compute stream, where the clone is already in order.
-# They are found by their memory, not by their names: a state dict drops the prefixes of DDP and
-# ``torch.compile``, and names a shared buffer twice.
+# statistics, a token count) before they are copied. The wait before ``optimizer.step()`` is too
+# late for them. Buffers are small, so they are cloned on the compute stream, which runs the clone
+# before the next forward. They are found by their address: a state dict drops the prefixes of DDP
+# and ``torch.compile`` from names, and lists a shared buffer twice.
 #
-# A new ``DefaultStager`` for each tensor, closed at once: torch 2.11 and 2.12 cannot use one twice
-# (``KeyError``), and one that is never closed keeps its memory.
+# Each tensor gets a new ``DefaultStager``, closed at once: torch 2.11 and 2.12 cannot use one
+# twice (``KeyError``), and one that is not closed keeps its memory.
 
 import copy
 from collections.abc import Callable, Iterable
@@ -171,7 +172,7 @@ class OverlappedStager:
         return self.thread.submit(self.when_copied, staged, pieces)
 
     def on_host(self, leaf: object, path: tuple, changed: set[int], pieces: list) -> object:
-        """What will hold ``leaf``, once the copies that are added to ``pieces`` have been made."""
+        """Return what will hold ``leaf``, and add the copies that fill it to ``pieces``."""
         if isinstance(leaf, dict):
             return {
                 key: self.on_host(child, (*path, key), changed, pieces)
@@ -193,12 +194,12 @@ class OverlappedStager:
         return host
 
     def when_copied(self, staged: dict, pieces: list) -> dict:
-        """``pieces`` live until then: a source may be a clone."""
+        """Wait for the copies. ``pieces`` keeps their sources alive: one may be a clone."""
         self.copied.synchronize()
         return staged
 
     def before_update(self) -> None:
-        """What the compute stream does from here on may change the state."""
+        """Make the compute stream wait for the copies: its next kernels may change the state."""
         self.streams.current_stream().wait_event(self.copied)
 
     def close(self) -> None:
@@ -210,16 +211,16 @@ class OverlappedStager:
 # Two futures
 # -----------
 # With an asynchronous stager, ``async_save`` returns a response with two futures. Only
-# ``upload_completion`` tells you whether the save failed, and ``AsyncCheckpoints`` waits for it: before
-# the next save, which refills the buffers that are being written, and before the end. If staging has
-# ended by the time ``async_save`` looks, ``staging_completion`` reports success whatever happened
-# (torch 2.13).
+# ``upload_completion`` tells you whether the save failed. ``AsyncCheckpoints`` waits for it at
+# the end, and before the next save, because that save refills the buffers that the upload reads.
+# ``staging_completion`` reports success even after a failure, if staging has ended before
+# ``async_save`` looks (torch 2.13).
 #
 # Run it, and prove it
 # --------------------
-# As in :doc:`async_save`, the checkpoint must hold what the state is when the loop asks for its
-# next batch. A save whose copy fails must report an error. Toys and comparisons of bits are in
-# ``_checks.py``.
+# As in :doc:`async_save`, the loop asks for its next batch right after a save, and the checkpoint
+# must hold the state of that moment. A save whose copy fails must report an error. Toys and
+# comparisons of bits are in ``_checks.py``.
 
 import argparse
 import tempfile
@@ -302,20 +303,21 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# A stock model, with nothing written, so that the copy alone is seen; its forward and backward are
-# longer than the copy. ``default_stager_2.13`` is torch 2.13's stager, made to wait for the optimizer
-# step (its two files on torch 2.11). It hides nothing: a loop that reads no number waits all the same,
-# for the interpreter's lock, which the staging thread holds (*held by the interpreter*). With those
-# numbers page-locked, such a loop goes on. A loop that reads waits for the copy engine, and only gaps
-# help. What ``overlapped_stager``, this file, still costs is the call.
+# The first table shows the copy alone: nothing is written. The model is stock, and its forward
+# and backward take longer than the copy. ``default_stager_2.13`` is torch 2.13's stager (its two
+# files on torch 2.11), changed to copy after the optimizer step. It hides nothing. Even a loop
+# that reads no number waits, because the staging thread holds the interpreter's lock (*held by
+# the interpreter*). With the optimizer's numbers page-locked, that loop goes on. A loop that
+# reads waits for the copy engine, and only gaps help. ``overlapped_stager`` is this file; it
+# still costs the call.
 #
 # .. result-table:: staging_overlap
 #    :rows: none default_stager_2.13 default_stager_2.13_numbers_pinned overlapped_stager
 #    :where: tokens=40960
 #
-# The whole save, in a loop that reads and whose forward and backward are as long as the copy.
-# ``default_stager_ordered`` is torch 2.11's stager, which must be replaced for each save.
-# ``overlapped_writer`` is that of :doc:`saves_beside_training`.
+# The second table shows the whole save. The loop reads a number, and forward and backward take as
+# long as the copy. ``default_stager_ordered`` is torch 2.11's stager, a new one for each save.
+# ``overlapped_writer`` is the save of :doc:`saves_beside_training`.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none async_save pinned default_stager_ordered default_stager_2.13 overlapped_stager overlapped_stager_frozen overlapped_writer
@@ -323,34 +325,36 @@ if __name__ == "__main__":
 #
 # .. timeline:: checkpoint_stall pinned default_stager_2.13 overlapped_stager overlapped_writer
 #
-# **Every third save or so costs much more**, with every stager of DCP: a save makes so many objects
-# that Python looks for garbage among all objects of the process. ``gc.freeze()``, called once
-# when model and optimizer are there, takes those out of the search. What it keeps is never freed by the
-# collector, so do not call it where models come and go. ``overlapped_stager_frozen`` did.
+# **About every third save costs much more**, with every stager of DCP: a save makes so many
+# objects that Python's garbage collector searches all objects of the process. Call
+# ``gc.freeze()`` once, when model and optimizer are there, as ``overlapped_stager_frozen`` does:
+# the collector then skips them. It never frees them either, so do not call it where models come
+# and go.
 #
 # Does it pay? The copy takes *bytes of a rank's state over the rate of its link*. It is hidden if forward
 # and backward take longer. At 12 bytes a parameter and 50 GB/s, a billion parameters a rank take 0.24 s.
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. A CPU queues nothing, so the bits come out
-# right there even without an ordering. A recorder that notes which stream touches which memory
-# finds what is missing.
+# Each edit was made and run when this page was built. A CPU queues nothing, so the bits are right
+# there even without a wait. A recorder notes which stream touches which memory, and finds the
+# missing wait.
 #
 # .. recipe-controls::
 #
 # Memory
 # ------
-# Page-locked host memory for one copy of this rank's state, from the first save on. The first save
-# makes it, while training waits: seconds for 10 GB, more on memory that the machine has never used. On
-# the device, one clone of the buffers until the copy has ended.
+# The host keeps page-locked memory for one copy of this rank's state. The first save allocates
+# it, and training waits: seconds for 10 GB, more on memory that the machine has never used. The
+# device keeps one clone of the buffers until the copy has ended.
 #
 # Known limits
 # ------------
-# * **An average of weights, or whatever else changes saved tensors without an optimizer of torch, must
-#   call** ``stager.before_update()`` **first. Nothing tells you if you forget it.**
-# * **A model that forward changes elsewhere than in** ``changing()`` (spectral norm, some quantizers) **is
-#   saved torn, without an error**: ``changing`` must return those tensors, too.
+# * **Code that changes saved tensors without an optimizer of torch, such as an average of
+#   weights, must call** ``stager.before_update()`` **first. Nothing tells you if you forget it.**
+# * **If forward changes a tensor that** ``changing()`` **does not return** (spectral norm, some
+#   quantizers), **the checkpoint can mix two steps, without an error**: ``changing`` must return
+#   that tensor, too.
 # * The first save compares plain tensors, which makes the host wait for the device once.
 # * Tensors within lists and tuples are cloned on the device and copied when they are written.
 # * The limits of :doc:`async_save` hold here, too.
