@@ -7,7 +7,8 @@ Train what does not fit
 Keep the layers of a stock model and AdamW's state in host memory, and train with your own loop:
 accumulation, clipping by the norm of **all** gradients, a schedule, checkpoints, several ranks. A
 layer comes to the device when it is needed, and the host updates it while the device computes
-others. Losses and weights are those of a run that keeps everything on the device.
+others. Losses and weights are those of a run that keeps everything on the device; a GPU's Adam
+rounds differently from the host's.
 
 .. result-gain:: offload_step
    :rows: streamed_adam streamed_adam_in_backward
@@ -15,7 +16,7 @@ others. Losses and weights are those of a run that keeps everything on the devic
    :where: model=llama-8b
 
    100 % is the speed of a **resident** run, which keeps everything on the device. ``streamed_adam``
-   clips. ``streamed_adam_in_backward`` updates during backward, too, and does not.
+   clips. ``streamed_adam_in_backward`` updates during backward, too, and cannot clip.
 
 .. index::
    single: model too big for the GPU
@@ -23,8 +24,9 @@ others. Losses and weights are those of a run that keeps everything on the devic
    single: CPU offload of the optimizer is slow
    single: ZeRO-Offload, CPU offload, FSDP CPUOffloadPolicy
 
-**When not to bother:** weights, gradients and Adam's state fit the device: a resident run is faster.
-Only activations do not fit: :doc:`activation_offload`. How layers are streamed: :doc:`weight_streaming`.
+**When not to bother:** if weights, gradients and Adam's state fit the device, a resident run is faster.
+If only activations do not fit, use :doc:`activation_offload`. :doc:`weight_streaming` shows how layers are
+streamed.
 
 .. code-block:: python
 
@@ -45,16 +47,15 @@ Only activations do not fit: :doc:`activation_offload`. How layers are streamed:
            schedule.step()
        streamed.wait()  # before weights are read (save_pretrained), or changed by anything else
 
-``check_first_step`` runs a batch streamed and resident, and raises where outputs, buffers or
-gradients differ in a bit; it returns False if only sums came in another order. Leave it out when
-you trust your model.
+``check_first_step`` runs a batch streamed and resident. It raises if a bit of outputs, buffers or
+gradients differs, and returns False if only the order of sums does. It is optional.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * to exchange a layer's forward, and nothing else of the model
-      * a norm of everything, and a decision that no thread waits for
+      * to replace a layer's forward, and nothing else of the model
+      * to clip by the norm of all gradients while the training thread goes on
       * why the host updates the lowest layer first
 
    .. grid-item-card:: What you need
@@ -73,9 +74,9 @@ Each layer stays where the model has it. Only ``layer.forward`` is replaced: the
 weights, runs the layer's own forward as one node of the graph, and has the next layers loaded. In
 backward the node loads the weights again, and sends the gradients to the host.
 
-A layer's weights are read last by its own backward, and next by its own forward. Anywhere between
-the two the host can update them, and nothing is stale. Forward begins with layer 0, so the
-**lowest** layer that is due is updated first.
+Between a layer's backward and its next forward nothing reads its weights. The host updates
+them in that time, so no weight is stale. Forward begins with layer 0, so the **lowest** waiting layer
+is updated first.
 
 .. lanes:: Schematic. A clipped step: the update runs during the next forward. B2 is the backward of layer 2, F0 the forward of layer 0, n the norm.
 
@@ -89,7 +90,7 @@ the two the host can update them, and nothing is stale. Forward begins with laye
 # The job
 # -------
 # A stock Llama of transformers, and batches of each rank. The weights are float32, so that the resident run
-# is plain AdamW of torch. Of bfloat16 the host keeps a **master** of each weight, in float32.
+# is plain AdamW of torch. For bfloat16 weights the host also keeps float32 **masters**.
 
 import argparse
 import logging
@@ -143,8 +144,8 @@ def loss_of(
 # The loop
 # --------
 # It is the block from the top with accumulation and checkpoints.
-# Under ``no_sync()`` gradients are summed, and not averaged over the ranks. ``interrupted_in`` is the
-# proof's.
+# Under ``no_sync()`` gradients are summed, and not averaged over the ranks. Only the proof uses
+# ``interrupted_in``.
 
 
 class Interrupted(Exception):
@@ -186,22 +187,22 @@ def train(
 # %%
 # A layer's forward
 # -----------------
-# ``as_node`` makes one node of the graph of a layer: backward runs the layer again, with its weights
-# loaded again. A slot is free when the layer that was in it has run, and the next layers are loaded.
+# ``as_node`` makes a layer one node of the autograd graph. Backward loads its weights and runs it
+# again. After a layer has run, its slot is free, and the next layers are loaded.
 #
 # .. literalinclude:: /overlap_recipes/offload/weight_streaming.py
 #    :language: python
 #    :pyobject: StreamedLayers.forward
 #
-# Gradients add up on the host until the step takes them. The sum of earlier micro-batches comes
-# back into the gradient slot during the layer's backward, which adds to it there. So the order of
+# The host holds the sum of gradients until the step takes it. During a layer's backward the sum of
+# earlier micro-batches is loaded into the gradient slot, and backward adds to it. So the order of
 # additions is that of a resident run.
 #
 # .. literalinclude:: /overlap_recipes/offload/streamed_model.py
 #    :language: python
 #    :pyobject: StreamedModel.load_sum
 #
-# A layer whose update is not over is not loaded. Nowhere else does a step wait for the host.
+# A load waits until its layer's update is over. A step waits for the host nowhere else.
 #
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py
 #    :language: python
@@ -210,8 +211,8 @@ def train(
 # A step that waits for nothing
 # -----------------------------
 # When a layer's gradients are in their slot, the device averages them over the ranks and takes
-# their norms. ``step()`` adds up the norms there, updates what stays on the device (embedding, head),
-# and sends two numbers to the host, after the last gradients: the norm, and the factor of clipping.
+# their norms. ``step()`` combines the norms on the device, and updates what stays there (embedding, head).
+# After the last gradients it sends the norm and the clipping factor to the host.
 #
 # .. literalinclude:: /overlap_recipes/offload/whole_step.py
 #    :language: python
@@ -221,15 +222,15 @@ def train(
 #    :language: python
 #    :pyobject: HostAdamW.step
 #
-# A thread waits for the two numbers, and has the layers updated or not. A norm that is not finite changes
-# nothing and counts in ``skipped``.
+# A thread of the host waits for both, then starts the updates. If the norm is not finite, it updates
+# nothing and adds one to ``skipped``.
 #
 # .. literalinclude:: /overlap_recipes/offload/whole_step.py
 #    :language: python
 #    :pyobject: HostAdamW.arrive
 #
-# Each of a rank's cores but one has a thread. A free one takes the next block of the lowest layer that is
-# due, and updates it in one pass, without Python's lock.
+# A rank has an update thread for each of its cores but one. A free thread takes a block of the lowest
+# waiting layer, and updates it in one pass, without the GIL.
 #
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py
 #    :language: python
@@ -238,9 +239,9 @@ def train(
 # Run it, and prove it
 # --------------------
 # The resident run is stock: AdamW of torch, a mean over the ranks, ``clip_grad_norm_``. On the CPU
-# every loss and weight must have its bits. A GPU's Adam rounds otherwise than the host's: there no weight
-# may be further away than ``ON_DEVICE``. Then a job is interrupted in the middle of a step. A new one,
-# built with another seed, resumes, and must have the bits of the uninterrupted one.
+# every loss and weight must equal it bit by bit; on a GPU, within ``ON_DEVICE``.
+# Then a job is interrupted in the middle of a step. A new job, built with another seed, resumes, and
+# must equal the uninterrupted one bit by bit.
 
 ON_DEVICE = 1e-2
 
@@ -312,8 +313,9 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # A stock Llama of 8 G parameters with a schedule and a budget of 24 GB for state on the device
-# (:doc:`/guide/measured`); throughput is kept of a resident run's. ``torchao_clipped`` is torchao's offload,
-# for which we clip as cheaply as we know; its weights and moments are in bfloat16, without masters.
+# (:doc:`/guide/measured`). Throughput is a share of a resident run's. ``torchao_clipped`` is
+# torchao's offload with our clipping, as cheap as we know; its weights and moments are bfloat16, without
+# masters.
 #
 # .. result-table:: offload_step
 #    :rows: streamed_adam streamed_adam_in_backward torchao_clipped
@@ -324,65 +326,64 @@ if __name__ == "__main__":
 # .. result-table:: offload_step
 #    :rows: larger_than_device
 #
-# With backward :math:`B`, forward :math:`F` and update :math:`U` a step takes at least
-# :math:`B + \max(F, U)`, and with ``in_backward=True``, which cannot clip, :math:`\max(B + F, U)`. So
-# **few tokens per step** do not pay: accumulate, or give the device a budget. :doc:`/guide/results`
-# has other tokens, and other packages.
+# If backward takes :math:`B`, forward :math:`F` and the update :math:`U`, a step takes at least
+# :math:`B + \max(F, U)`. With ``in_backward=True``, which cannot clip, it is :math:`\max(B + F, U)`. So
+# with **few tokens per step** this is slow: accumulate, or set ``budget``. :doc:`/guide/results` has
+# other token counts and packages.
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit of the library was made and run when this page was built. A recorder finds what no event
-# orders.
+# Each edit of the library was made and run when this page was built. A recorder finds accesses that no
+# event orders.
 #
 # .. recipe-controls::
 #
 # Memory
 # ------
-# Host, for :math:`P` parameters of layers: :math:`16\,P` bytes (weights, gradients and moments in
-# float32, or bfloat16 weights and gradients with float32 masters and moments). Weights and
-# gradients are page-locked.
+# Host: :math:`16\,P` bytes for :math:`P` parameters of layers, in float32 (weights, gradients, moments)
+# or bfloat16 (weights, gradients; float32 masters, moments). Weights and gradients are page-locked.
 #
 # Device: 16 bytes for each other parameter; slots for two layers' weights and two layers' gradients;
-# one input per layer; what one layer saves for backward. ``budget`` gives more: the lowest layers
-# then stay there, ``resident_bytes(layer)`` each.
+# one input per layer; what one layer saves for backward. With ``budget`` bytes more, the lowest layers
+# stay there; each takes ``resident_bytes(layer)``.
 #
 # One copy for all ranks of a host
 # --------------------------------
-# ``stream_layers(..., one_copy_a_host=True)``, under ``torchrun``: :math:`n` ranks of a host share weights,
-# masters and moments, and each updates its part. The host then holds, with bfloat16 weights,
-# :math:`14\,P` bytes once, and :math:`2\,n\,P` of gradients. Two ranks train as one that takes all batches.
+# With ``stream_layers(..., one_copy_a_host=True)``, under ``torchrun``, a host's :math:`n` ranks share weights,
+# masters and moments; each rank updates its part. In bfloat16 these take :math:`14\,P` bytes once,
+# and gradients :math:`2\,n\,P`. Two ranks train as one rank that takes all batches.
 #
 # .. result-table:: offload_step
 #    :rows: one_copy own_copy
 #
-# **It can be wrong without an error** where a processor shows its writes to others in another order, as
-# Arm may.
+# **It can be wrong without an error** on processors whose writes other cores may see out of order, such
+# as Arm.
 #
 # Limits that can be silent
 # -------------------------
-# * Code that changes weights must call ``streamed.wait()`` before and ``optimizer.reload()`` after it. Loads do
-#   both by hooks, and ``state_dict()`` waits.
+# * Code that changes weights must call ``streamed.wait()`` before and ``optimizer.reload()`` after it.
+#   ``load_state_dict()`` does both, and ``state_dict()`` waits.
 # * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
-#   not none: its moments and its decay go on.
-# * bfloat16 sums of micro-batches are rounded each time, as ``parameter.grad`` is anywhere;
-#   ``gradient_dtype=torch.float32`` keeps them.
-# * Backward runs a layer again. Globals, closures and objects that no module keeps must not change
-#   in between: the first step alone compares.
-# * Rows of a gradient, changed through ``.data``, are clipped by the old norm.
-# * After a layer's turn its weights are replaced: a hook, global or other layer then reads wrong ones.
-# * Where several layers read one tensor, or a layer runs twice, sums have another order, and
+#   not ``None``: Adam still updates its moments and decays it.
+# * bfloat16 sums are rounded after each micro-batch, as ``parameter.grad`` always is;
+#   ``gradient_dtype=torch.float32`` avoids this.
+# * Backward runs a layer again. Globals, closures and objects outside modules must not change
+#   in between. Only the first step checks this.
+# * If you change rows of a gradient through ``.data``, clipping uses the old norm.
+# * After a layer has run, other weights fill its slot. A hook, global or other layer that still reads the
+#   old ones gets wrong values.
+# * If several layers read one tensor, or a layer runs twice, the order of sums differs, and
 #   ``check_first_step`` returns False.
 #
 # Known limits
 # ------------
 # These raise, and say what to do:
 #
-# * ``DistributedDataParallel`` around the model, a model that leaves layers out by chance, ranks that begin
-#   with other weights
+# * ``DistributedDataParallel`` around the model; on several ranks, LayerDrop or different initial weights
 # * hooks on parameters of layers; tensors from inside a layer in the loss (``output_attentions``,
 #   ``output_router_logits``); a weight that a layer shares with another module; ``deepcopy(model)``
-# * weights changed between backward and step; gradients, too, with ``max_norm`` or ``in_backward``
-# * ``model.to(...)``, and another choice of trained parameters, inside of the block
+# * a change of weights between backward and step; with ``max_norm`` or ``in_backward``, of gradients, too
+# * ``model.to(...)``, or a change of ``requires_grad``, inside the block
 #
 # Leave the model's own gradient checkpointing off: each layer runs again anyway.
 #
@@ -390,4 +391,5 @@ if __name__ == "__main__":
 # ---------------
 # * :doc:`weight_streaming`: slots, streams and events from scratch
 # * `ZeRO-Offload <https://arxiv.org/abs/2101.06840>`__ and `SuperOffload
-#   <https://arxiv.org/abs/2509.21271>`__: Adam on the host, delayed by a step, or rolled back
+#   <https://arxiv.org/abs/2509.21271>`__: Adam on the host, a
+#   step late in the first, rolled back if need be in the second
