@@ -357,7 +357,7 @@ class BuildSummary(SphinxDirective):
         )
         in_part = [report for report in reports if report.ok and report.unjudged]
         if in_part:
-            text += f" In {len(in_part)} of these recipes the checks do not cover all that is saved."
+            text += f" In {len(in_part)} of these recipes the checks leave out a part of a save."
         css = "build-summary" if passed == len(all_runs) and all(caught) else "bad"
         return [paragraph(text, f"build-summary {css}")]
 
