@@ -36,7 +36,8 @@ class Checkpoint:
         newest = max(self.store.steps(), default=0)
         if self.step < newest:
             raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
-        return self.store.begin(self.step, nbytes)
+        self.place = self.store.begin(self.step, nbytes)
+        return self.place
 
     def join(self, place: str) -> None:
         self.place = place

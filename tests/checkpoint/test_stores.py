@@ -19,7 +19,7 @@ import torch
 from kept_saves import KeptSaves, resume, steps_in
 
 from overlap_recipes.checkpoint import DamagedCheckpoint
-from overlap_recipes.checkpoint.kept import left_out, prune, show
+from overlap_recipes.checkpoint.kept import Checkpoint, left_out, prune, show
 from overlap_recipes.checkpoint.stores import store_of
 
 KINDS = ["directory", "store"]
@@ -287,6 +287,20 @@ def test_a_step_below_a_newer_one_is_refused_and_not_saved_to_be_deleted(place: 
         saves.latest = None
     assert "step8 is there: resume from it, or take another root" in str(failed)
     assert sorted(path.name for path in place.path.iterdir() if path.is_dir()) == before
+
+
+def test_a_save_that_fails_before_its_first_file_costs_no_other(place: Place) -> None:
+    """As where ranks differ: each rank but the first has not heard of its place yet."""
+    place.save(1)
+    with place.saves() as saves:
+        failing = Checkpoint(saves.store, 2, keep_last=2, keep_every=0)
+        failing.begin(1)
+        failing.abort()
+        assert not saves.store.unfinished()
+    assert place.resumed() == 1
+    if place.kind == "store":
+        with pytest.raises(ValueError, match="is no attempt below"):
+            store_of(place.root).drop("")
 
 
 def test_a_whole_checkpoint_is_not_replaced(place: Place) -> None:

@@ -336,6 +336,8 @@ class Objects:
             self.fs.makedirs(self.path_of(place), exist_ok=True)
 
     def path_of(self, place: str) -> str:
+        if not place.startswith(f"{self.root}/"):  # else a drop would delete other saves
+            raise ValueError(f"{place!r} is no attempt below {self.root}")
         return self.path + place.removeprefix(self.root)
 
     def create(self, place: str, name: str) -> ObjectSink:
@@ -361,8 +363,9 @@ class Objects:
             )
 
     def drop(self, place: str) -> None:
+        path = self.path_of(place)
         with suppress(Exception):
-            self.fs.rm(self.path_of(place), recursive=True)
+            self.fs.rm(path, recursive=True)
 
 
 def _commit_once(fs, path: str, content: dict) -> None:
