@@ -7,7 +7,6 @@ import logging
 import operator
 import os
 from collections.abc import Iterable, Mapping
-from concurrent import futures
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -245,8 +244,8 @@ class CheckpointManager:
         if self.latest_step is not None and number < self.latest_step:
             raise ValueError(f"step {number} comes after step {self.latest_step}, which is saved")
         if number == self.latest_step:
-            futures.wait([self.latest])
-            if not _has_failed(self.latest):
+            failure = self.latest.exception()  # when it has ended
+            if failure is None:
                 return self.latest
         self.forgotten.look(number)
         self.state.step = number
