@@ -225,8 +225,9 @@ class Preemption:
         if kind is None and self.entered:
             if self.vote is not None:
                 self.vote[1].wait()
-            self.start_listening()
-            self.has_listened.wait()
+            if self.grace_s or self.answer:  # else no rank has heard of a signal
+                self.start_listening()
+                self.has_listened.wait()
         elif self.vote is not None:
             threading.Thread(target=self.end_vote, name="last vote", daemon=True).start()
         for number in self.grace_s:

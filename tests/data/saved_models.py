@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from stock_models import BY_NAME  # noqa: E402
 
 from overlap_recipes.checkpoint import CheckpointManager, TrainingState  # noqa: E402
+from overlap_recipes.checkpoint.kept import Checkpoint
 
 SAVED, LAST = 2, 5  # steps
 RANKS, OTHERS = 2, (3, 1)
@@ -175,7 +176,7 @@ def killed(case: str, directory: Path) -> None:
     first.result()
     assert any(torch.is_tensor(x) for name, x in saved.items() if name.startswith("state of"))
     torch.save((saved, losses), directory / f"rank{dist.get_rank()}.pt")
-    checkpoints.saves.commit = wait_for_the_end
+    Checkpoint.finish = wait_for_the_end  # when its files are written, before it has a name
     checkpoints.save(LAST)
     in_save.wait()
     dist.barrier()

@@ -27,7 +27,7 @@ from sizes import statements_of
 
 RECIPES = discover(ROOT / "recipes_source", ROOT / "tests" / "controls")
 TARGETS = {"html", "html-noplot", "serve", "test", "check", "verify", "lint", "linkcheck"}
-TARGETS |= {"clean", "soak", "new-recipe", "installed"}
+TARGETS |= {"clean", "soak", "new-recipe", "installed", "engines"}
 
 
 def page(site: Path, name: str) -> BeautifulSoup:
@@ -259,7 +259,7 @@ def build_requirements(file: Path) -> list[str]:
 
 def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
     names = {"bs4": "beautifulsoup4", "sphinx_gallery": "sphinx-gallery", "yaml": "PyYAML"}
-    names |= {"axe_playwright_python": "axe-playwright-python"}
+    names |= {"axe_playwright_python": "axe-playwright-python", "zlib_ng": "zlib-ng"}
     names |= {"sphinx_design": "sphinx-design", "pytorch_sphinx_theme2": "pytorch-sphinx-theme2"}
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.strip()]
     pins = [line for line in lines if not line.startswith(("#", "-e . "))]
@@ -273,6 +273,7 @@ def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
     own |= {"harness", "benchmarks", "rankproof", "faults", "overlap_recipes", "recipes_source"}
     # On the GPU machine alone, or brought by torchtitan; a row says so where a peer is not there.
     peers = {"deepspeed", "torch_checkpointing"}
+    peers.add("ray")  # tools/engines/ray.sh installs its own
     imported = set()
     for name in files.stdout.split():
         for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
