@@ -62,7 +62,7 @@ def test_a_rank_ends_though_another_was_lost_without_a_word(when: str, tmp_path:
         environment = {**with_library(), **group, "RANK": rank}
         ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     try:
-        _, error = ranks[0].communicate(timeout=100)
+        _, error = ranks[0].communicate(timeout=300)
         assert ranks[0].returncode == 1
         assert "Timed out waiting 3000ms" in error
         stopped = os.waitid(os.P_PID, ranks[1].pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
