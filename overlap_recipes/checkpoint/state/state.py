@@ -166,9 +166,14 @@ class TrainingState(Stateful):
 
     def _random_last(self) -> list[tuple[str, Stateful]]:
         """What each rank has for itself; others may draw random numbers as they save or load."""
-        items = dict(self.per_rank)
-        numbers = items.pop(RandomNumbers.NAME)
-        return [*items.items(), (RandomNumbers.NAME, numbers)]
+        others = []
+        numbers = []
+        for name, item in self.per_rank.items():
+            if name == RandomNumbers.NAME:
+                numbers.append((name, item))
+            else:
+                others.append((name, item))
+        return others + numbers
 
     def _contents(self, state: dict, states: States, left_out: set[str]) -> Contents:
         """What a load compares, and what DCP's names do not tell."""
