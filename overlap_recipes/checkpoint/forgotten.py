@@ -100,7 +100,10 @@ class Forgotten:
         own = {id(parameter) for parameter in self._state.model.parameters()}
         for optimizer in others:
             kind = type(optimizer).__name__
-            trains_model = any(id(p) in own for g in optimizer.param_groups for p in g["params"])
+            given: set[int] = set()
+            for group in optimizer.param_groups:
+                given.update(id(parameter) for parameter in group["params"])
+            trains_model = not own.isdisjoint(given)
             if trains_model and kind not in self._warned_of:
                 self._warned_of.add(kind)
                 LOG.warning(

@@ -252,7 +252,9 @@ def _original_forwards(streamed: StreamedModel) -> Iterator[None]:
 @contextmanager
 def all_on_device(streamed: StreamedModel) -> Iterator[None]:
     """In the block, the model is as it was before it was streamed, all of it on the device."""
-    parameters = [p for layer in streamed.layers for p in layer.module.parameters()]
+    parameters: list[torch.nn.Parameter] = []
+    for layer in streamed.layers:
+        parameters.extend(layer.module.parameters())
     on_host = [parameter.data for parameter in parameters]
     with _original_forwards(streamed):
         try:

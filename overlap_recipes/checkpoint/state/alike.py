@@ -177,7 +177,11 @@ def _add(value: object, found: "hashlib._Hash", around: list[int], inside: str) 
 def _parts(value: object) -> Iterable[object]:
     """What makes ``value``: of an object, what pickle would write."""
     if isinstance(value, dict):
-        return [part for key in sorted(value, key=digest) for part in (key, value[key])]
+        items: list[object] = []
+        for key in sorted(value, key=digest):
+            items.append(key)
+            items.append(value[key])
+        return items
     if isinstance(value, (list, tuple)):
         return value
     dtype = getattr(value, "dtype", None)

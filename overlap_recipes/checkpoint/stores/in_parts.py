@@ -61,5 +61,7 @@ class InParts(FsspecStore):
         store, name = self.at(path)
         names = [name]
         if recursive:
-            names = [found["path"] for some in store.list(name) for found in some]
+            names = []
+            for some in store.list(name):
+                names.extend(found["path"] for found in some)
         store.delete(names)
