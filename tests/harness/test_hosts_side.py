@@ -137,6 +137,29 @@ def test_a_thread_saves_what_a_blocking_copy_has_made(recorder, tmp_path, snapsh
     assert recorder.conflicts == []
 
 
+HOME = {
+    "to, copy=True": lambda tensor: tensor.to("cpu", copy=True),
+    "empty, copy_": lambda tensor: torch.empty(tensor.shape).copy_(tensor),
+}
+
+
+@pytest.mark.parametrize("copy_home", HOME.values(), ids=HOME.keys())
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_thread_copies_home_what_was_queued_before_it_was_told(recorder, copy_home, goes_on):
+    """Blocking, in no stream of its own: in turn with the default stream, as on a device."""
+    weight = torch.zeros(SHAPE, device=DEVICE) + 1
+    cloned = weight.clone()
+    given = weight if goes_on else cloned
+    thread = threading.Thread(target=copy_home, args=(given,))
+    thread.start()
+    if goes_on:
+        weight.add_(1)
+    thread.join()
+    del cloned, given
+    assert (weight.clone() + 1).numel() == 32
+    assert bool(recorder.conflicts) is goes_on, recorder.conflicts
+
+
 @pytest.mark.parametrize("by", ["thread", "pool"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_thread_that_saves_what_goes_on_to_change_is_found(recorder, tmp_path, by):

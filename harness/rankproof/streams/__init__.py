@@ -41,7 +41,7 @@ The model, which is that of a CUDA program:
 * What a ``non_blocking`` copy has brought is host memory to Python, ``torch.save`` and NumPy,
   whoever made it: they read it as it is. What else they read they wait for, on the current stream;
   a thread in no stream of its own waits for what was queued on the default stream before it was
-  told to.
+  told to. So it does for a blocking copy to the host.
 * ``DefaultStager``'s thread, where it copies without ``non_blocking``, waits like that.
 * A collective begins after what was launched on the current stream, and runs on a lane of its own
   until its ``Work`` is waited for: then the waiting thread's current stream comes after it. That
@@ -53,7 +53,7 @@ The model, which is that of a CUDA program:
 * What ``torch.randn`` and the like make without a ``device`` is made by the host, as a batch is.
 * Memory is given back, with the last reference to it, to the stream that allocated it, and goes to
   that stream's next allocation of its size, as a caching allocator would have it: what other lanes
-  still do with it then conflicts. Giving it back by ``untyped_storage().resize_`` is a write of it
+  still do with it then conflicts, unless the thread that issued it has waited for it. Giving it back by ``untyped_storage().resize_`` is a write of it
   on the current lane; what it grows to again is other memory. What ``resize_`` keeps of a storage
   that it moves is read and written on the current lane.
 

@@ -149,7 +149,11 @@ class OrderMode(TorchDispatchMode):
                 by_host = True
             elif by_host and places.device:
                 host.learn(host.current.clock)
+            leads_home = waits and (copy.names_device or is_transfer)
+            in_no_stream = host.current is host
             if waits and host.copies_in_turn:
+                host.wait_for_current_stream()
+            elif leads_home and in_no_stream and not is_in_staging():
                 host.wait_for_current_stream()
             lane = lane_of(host, inputs, by_host)
             if host.collective:
@@ -161,7 +165,7 @@ class OrderMode(TorchDispatchMode):
             noted = Noted(name, lane, where, host.collective, by_host, is_copy=copy is not None)
             touched = self.note_inputs(func, args, kwargs, noted, brings)
             self.note_result(result, touched, noted, inputs, brings)
-            if reads_value or (waits and (copy.names_device or waits_for(is_transfer))):
+            if reads_value or leads_home or (waits and is_in_staging()):
                 host.learn(lane.clock)
 
     def note_inputs(self, func, args, kwargs, noted: "Noted", brings: bool) -> set[int]:
@@ -255,9 +259,9 @@ def is_written(func, argument, values: dict[str, object]) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def waits_for(is_transfer: bool) -> bool:
-    """Whether a thread waits for a blocking copy: for transfers, and in torch's staging code."""
-    return is_transfer or any(is_staging(frame.f_code.co_filename) for frame in frames())
+def is_in_staging() -> bool:
+    """Whether torch's staging code, which waits for its copies, has called."""
+    return any(is_staging(frame.f_code.co_filename) for frame in frames())
 
 
 @cache

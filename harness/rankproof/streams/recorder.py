@@ -110,7 +110,8 @@ class Recorder:
             region = self.region_of(tensor)
             time = on.clock[on.lane]
             ranges = byte_ranges(tensor)
-            access = Access(operator, writes, where, on, time, ranges, collective, arrives)
+            by = self.this_thread()
+            access = Access(operator, writes, where, on, time, ranges, collective, arrives, by)
             self.touch(region, access)
 
     def touch(self, region: Region, access: Access) -> None:
@@ -217,7 +218,10 @@ class Recorder:
                 moved.add(resize_of(moved, kept, lane, thread.line()))
 
     def free(self, region: Region) -> None:
-        """The last reference to ``region`` is gone: keep what its home stream does not wait for."""
+        """The last reference to ``region`` is gone: keep what its home stream does not wait for.
+
+        Any thread may let go last. Those that had let go before knew what they had waited for.
+        """
         home = region.home
         if self not in RECORDERS or home is None or isinstance(home, HostThread) or region.on_host:
             return
@@ -229,7 +233,9 @@ class Recorder:
                 ordered = access.on is home or access.before(known)
                 has_returned = isinstance(access.on, HostThread)
                 is_kept = access.awaits_wait()  # its process group holds on to the memory
-                if not (ordered or has_returned or is_kept or access.on.lane in region.used_by):
+                was_waited_for = access.is_known_by_its_thread()
+                is_named = access.on.lane in region.used_by
+                if not (ordered or has_returned or was_waited_for or is_kept or is_named):
                     operator = f"{access.operator}, memory freed since"
                     pending.append(replace(access, operator=operator))
             if pending:
