@@ -150,10 +150,7 @@ class OrderMode(TorchDispatchMode):
             elif by_host and places.device:
                 host.learn(host.current.clock)
             leads_home = waits and (copy.names_device or is_transfer)
-            in_no_stream = host.current is host
-            if waits and host.copies_in_turn:
-                host.wait_for_current_stream()
-            elif leads_home and in_no_stream and not is_in_staging():
+            if is_in_turn(host, waits, leads_home):
                 host.wait_for_current_stream()
             lane = lane_of(host, inputs, by_host)
             if host.collective:
@@ -257,6 +254,14 @@ def is_written(func, argument, values: dict[str, object]) -> bool:
     if name in BATCH_NORMS and argument.name in AVERAGES:
         return values.get("training") is not False
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def is_in_turn(host: HostThread, waits: bool, leads_home: bool) -> bool:
+    """Whether a thread's copy comes after what the default stream had queued before."""
+    if host.copies_in_turn:
+        return waits
+    in_no_stream = host.current is host
+    return leads_home and in_no_stream and not is_in_staging()
 
 
 def is_in_staging() -> bool:
