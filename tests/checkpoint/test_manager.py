@@ -506,11 +506,16 @@ def test_a_forked_process_ends_without_the_save_of_the_one_that_entered(
 
 
 NEVER_LEFT = """
-import logging, os, sys, threading
+import atexit, logging, os, sys, threading, time
 from torch import nn
 from overlap_recipes.checkpoint import CheckpointManager, TrainingState
 
 told = threading.Event()
+
+
+@atexit.register
+def say_whether_it_was_waited_for():  # called after what was registered later
+    print("done:", checkpoints.latest.done())
 
 
 class Tells(logging.Handler):
@@ -521,6 +526,7 @@ class Tells(logging.Handler):
 
 def synced_when_told(file):
     told.wait()
+    time.sleep(0.2)
 
 
 os.fsync = synced_when_told  # the save has not ended when the script does
@@ -536,4 +542,5 @@ def test_a_save_of_a_manager_that_nobody_leaves_ends_with_the_script(tmp_path):
     script = [sys.executable, "-c", NEVER_LEFT, str(tmp_path)]
     ended = subprocess.run(script, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "done: True\n"
     assert (tmp_path / name_of(3)).is_dir()

@@ -148,10 +148,14 @@ def test_extra_state_is_read_at_every_save() -> None:
     assert app.state_dict()["model"]["_extra_state"] == {"count": 7}
 
 
-def test_a_name_that_the_checkpoint_uses_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="'optim'"):
-        TrainingState(model, optim=torch.optim.SGD(model.parameters()))
+@pytest.mark.parametrize("name", ["optim", "step", "has_state"])
+def test_a_name_that_the_checkpoint_uses_is_refused(name: str) -> None:
+    counts = {"seen": 1}
+    with pytest.raises(ValueError, match=f"'{name}'.* is taken"):
+        TrainingState(nn.Linear(4, 4), **{name: counts})
+    TrainingState(nn.Linear(4, 4), per_rank={name: counts})  # names of its own
+    with pytest.raises(ValueError, match="'random'.* is taken"):
+        TrainingState(nn.Linear(4, 4), per_rank={"random": counts})
 
 
 def test_what_is_no_optimizer_and_what_has_no_state_are_refused_at_once() -> None:
