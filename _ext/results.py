@@ -22,6 +22,7 @@ from pathlib import Path
 import matplotlib
 from docutils import nodes
 from docutils.parsers.rst import directives
+from folded import folded
 from lanes import LanePicture, picture
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -34,7 +35,14 @@ from sphinx_design.shared import create_component
 
 from benchmarks import first_tables
 from benchmarks.code_versions import CHANGELOG, CostChange, code_in_words, cost_changes
-from benchmarks.fair import Column, headline, how, interval, with_better_peers
+from benchmarks.fair import (
+    Column,
+    better_peers,
+    headline,
+    how,
+    interval,
+    with_better_peers,
+)
 from benchmarks.first_tables import Gain, first_lower, gain
 from benchmarks.result_files import (
     BENCHMARKS,
@@ -85,6 +93,7 @@ NEEDLESS = (
 
 
 HIDDEN = ("tokens",)  # a table of one number of tokens has peers that are ahead at another, too
+IN_SIGHT = 5  # rows of a table on a recipe's page; the others unfold
 DECIDING = 3  # columns of a table: the first that decide; the result's file has all of them
 ALL_ROWS = "guide/results"
 CASES = {  # parameters that stand below a row's name, and how; the others have a column
@@ -178,13 +187,20 @@ class ResultDirective(SphinxDirective):
         return Tab(result.machine, shown, is_measured=bool(drawn), worth=worth)
 
     def _name(self, name: str) -> nodes.paragraph:
-        literal = nodes.literal("", name)
+        """A row's name in the API's words, and below them as it stands in the file."""
+        words = first_tables.API_NAMES.get(name, name)
+        literal = nodes.literal("", words)
         stem = ROW_RECIPES.get(name, name)
         page = next((d for d in self.env.found_docs if d.endswith(f"/{stem}")), None)
+        shown = nodes.paragraph()
         if page is None:
-            return nodes.paragraph("", "", literal)
-        target = link(self.env.docname, "doc", f"/{page}", nodes.inline("", "", literal))
-        return nodes.paragraph("", "", target)
+            shown += literal
+        else:
+            leads = nodes.inline("", "", literal)
+            shown += link(self.env.docname, "doc", f"/{page}", leads)
+        if words != name:
+            shown += nodes.inline("", f" {name}", classes=["result-interval"])
+        return shown
 
     def _all_rows(self, words: str) -> nodes.reference:
         """A link to the page of all rows."""
@@ -227,8 +243,15 @@ class ResultTable(ResultDirective):
             for column in columns:
                 line.append(cell_with_interval(row, column))
             body.append(line)
-        headings = [heading(name) for name in with_column + columns]
-        shown = [_table(["Way"] + headings, body)]
+        headings = ["Way"] + [heading(name) for name in with_column + columns]
+        first = list(range(len(body)))
+        if self.env.docname.startswith("recipes/"):
+            first = rows_in_sight(rows, result.benchmark.deciding.split())
+        shown = [_table(headings, [body[number] for number in first])]
+        rest = [line for number, line in enumerate(body) if number not in first]
+        if rest:
+            rows_of = "row" if len(rest) == 1 else "rows"
+            shown += folded(f"{len(rest)} more {rows_of}", [_table(headings, rest)])
         shown += _numbered(notes)
         shown += self._origin(result, rows, same, columns)
         shown.append(self._others(result))
@@ -281,6 +304,24 @@ class ResultTable(ResultDirective):
             if not wanted or name in wanted:
                 lines.append(not_run(name, reason))
         return [_small(line) for line in lines]
+
+
+def rows_in_sight(rows: list[dict], fields: list[str]) -> list[int]:
+    """Which of ``rows`` a table shows at once, at most ``IN_SIGHT`` if so few will do.
+
+    All peers that beat a row of ours which is in sight are among them.
+    """
+    if len(rows) <= IN_SIGHT + 1:  # a fold for one row saves nothing
+        return list(range(len(rows)))
+    chosen: list[int] = []
+    for number, row in enumerate(rows):
+        better = []
+        if row["ours"]:
+            better = [rows.index(peer) for peer in better_peers(row, rows, fields)]
+        added = [each for each in [number, *better] if each not in chosen]
+        if not chosen or len(chosen) + len(added) <= IN_SIGHT:
+            chosen += added
+    return sorted(chosen)
 
 
 def parameters_of(result: Result, rows: list[dict]) -> tuple[list[str], dict[str, object]]:
@@ -564,6 +605,9 @@ class ResultGain(ResultDirective):
         names = self.options["rows"].split()
         where = self.options.get("where", {})
         found = gain(repo, self.arguments[0], names, self.options["field"], where)
+        if found is None and self.env.docname.startswith("recipes/"):
+            words = "Not measured since its cost changed: What it buys has earlier rows."
+            return [nodes.paragraph("", words, classes=["result-gain"])]
         if found is None:
             return []
         explained = nodes.container()
@@ -599,11 +643,49 @@ class ResultGain(ResultDirective):
                 text += nodes.Text(", ")
             text += kind("", headline(row, field, result.rows))
             text += nodes.Text(" ")
-            text += nodes.literal("", row["name"])
+            text += nodes.literal("", first_tables.api_name(row))
             differs = how(row) != how(column.ours)
             if how(row) and differs:
                 text += nodes.Text(f" ({how(row)})")
         return [column.ours, *named]
+
+
+class HeadlineTableDirective(ResultDirective):
+    """``.. headline-table::``: README's table of figures."""
+
+    required_arguments = 0
+    option_spec: dict = {}
+
+    def run(self) -> list[nodes.Node]:
+        repo = Path(self.config.results_repo)
+        for line in first_tables.HEADLINES:
+            remember(self.env, repo, "results", line.benchmark)
+        note_changes(self.env, repo)
+        table = first_tables.headline_table(repo)
+        if table is None:
+            return []
+        body = []
+        for line in table.lines:
+            body.append([from_markdown(nodes.paragraph(), cell_of_line) for cell_of_line in line])
+        shown = [_table(first_tables.HEADINGS, body)]
+        shown[0]["classes"].append("headline-table")
+        if table.slower:
+            shown.append(from_markdown(nodes.paragraph(), table.slower))
+        small = nodes.paragraph(classes=["result-origin"], support_smartquotes=False)
+        shown.append(from_markdown(small, f"{table.peers} {table.measured}".strip()))
+        return shown
+
+
+def from_markdown(paragraph: nodes.paragraph, text: str) -> nodes.paragraph:
+    """``paragraph`` with ``text``, in which names stand in backticks and stars make bold."""
+    for part in re.split(r"(`[^`]+`|\*\*[^*]+\*\*)", text):
+        if part.startswith("`"):
+            paragraph += nodes.literal("", part.strip("`"))
+        elif part.startswith("**"):
+            paragraph += nodes.strong("", part.strip("*"))
+        else:
+            paragraph += nodes.Text(part)
+    return paragraph
 
 
 class FirstTableDirective(ResultDirective):
@@ -741,6 +823,7 @@ def setup(app: Sphinx) -> dict[str, object]:
     app.add_directive("result-table", ResultTable)
     app.add_directive("result-gain", ResultGain)
     app.add_directive("first-table", FirstTableDirective)
+    app.add_directive("headline-table", HeadlineTableDirective)
     app.connect("env-get-outdated", _pages_with_new_files)
     app.add_css_file("results.css")
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -17,9 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.code_versions import ChangelogError, code_in_words, cost_changes
-from benchmarks.fair import Column, beats, columns, headline, how, interval, same_case
+from benchmarks.fair import (
+    Column,
+    beats,
+    columns,
+    headline,
+    how,
+    interval,
+    is_peer,
+    same_case,
+)
 from benchmarks.result_files import (
+    API_NAMES,
     BENCHMARKS,
+    PEERS,
     REFERENCES,
     SHOWN,
     Result,
@@ -198,7 +209,7 @@ def with_interval(row: dict, field: str) -> str:
     return f"{cell(row, field)} ({written(field, ends[0])} to {written(field, ends[1])})"
 
 
-# -- one line of figures ---------------------------------------------------------------------------
+# -- the table on the first screen -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -251,53 +262,184 @@ def gain(
 BEGIN = "<!-- Figures: python -m benchmarks.first_tables --write -->"
 END = "<!-- End of figures -->"
 SAVE = {"model": "llama-1b", "step": "long", "loop": "reads", "compiled": "no", "storage": "memory"}
+SHARDED = {
+    "model": "llama-8b-blocks",
+    "loop": "reads",
+    "compiled": "no",
+    "reduce_dtype": "float32",
+    "activation_checkpointing": "no",
+}
+HEADINGS = ["", "PyTorch alone", "Best other package", "Ours"]
 
 
-def line_of_figures(repo: Path) -> str:
-    """README's line: what a save and an offloaded step gain, each beside its peers.
+@dataclass(frozen=True)
+class Headline:
+    """A line of the first table that a reader sees: ours, PyTorch alone, and the best peer."""
 
-    Empty where a row of ours is not measured.
-    """
-    save = gain(repo, "checkpoint_stall", ["overlapped_writer", "none"], "cost_s", SAVE)
-    step = gain(repo, "offload_step", ["streamed_adam"], "kept", {"model": "llama-8b"})
-    if save is None or step is None:
-        return ""
-    said = [
-        "**Measured.** Training time that one save of Llama 1B takes, on",
-        f"{measured_with(save)}: {in_figures(save, 'cost_s', save.best, set())}.",
-        "Speed of a step of Llama 8B with its layers and optimizer on the host (100 %: all of it",
-        f"on the device; ours {how(step.best.ours)}), on {measured_with(step)}:",
+    name: str
+    what: str
+    benchmark: str
+    ours: str
+    field: str
+    where: dict[str, str]
+    stock: tuple[str, ...]  # rows of PyTorch alone
+
+
+HEADLINES = (
+    Headline(
+        name="Save",
+        what="training time that one save of Llama 1B takes",
+        benchmark="checkpoint_stall",
+        ours="overlapped_writer",
+        field="cost_s",
+        where=SAVE,
+        stock=("default_stager_2.13", "async_save"),
+    ),
+    Headline(
+        name="Load",
+        what="a checkpoint of Qwen3 1.7B and its optimizer",
+        benchmark="restart",
+        ours="resume",
+        field="load_s",
+        where={"storage": "memory"},
+        stock=("torch_load_mmap", "dcp_load"),
+    ),
+    Headline(
+        name="Offload",
+        what="speed of Llama 8B with layers and optimizer on the host, at {} tokens a step. "
+        "100 %: all of it on the device",
+        benchmark="offload_step",
+        ours="streamed_adam",
+        field="kept",
+        where={"model": "llama-8b"},
+        stock=("fsdp2_cpu_offload",),
+    ),
+    Headline(
+        name="Sharding",
+        what="speed of blocks of Llama 8B on two GPUs, at {} tokens a step. 100 %: nothing is sent",
+        benchmark="fsdp_overlap",
+        ours="fsdp2_in_place",
+        field="efficiency",
+        where=SHARDED,
+        stock=("fsdp2",),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class HeadlineTable:
+    """Lines of cells, and sentences below them, in Markdown: names stand in backticks."""
+
+    lines: list[list[str]]
+    slower: str  # where others are ahead of ours
+    peers: str  # who they are
+    measured: str
+
+
+def headline_table(repo: Path) -> HeadlineTable | None:
+    """What README and the landing page show first; None where a row of ours is not measured."""
+    lines = []
+    slower = []
+    measured = []
+    torches = set()
+    for line in HEADLINES:
+        found = gain(repo, line.benchmark, [line.ours], line.field, line.where)
+        if found is None:
+            return None
+        stock = [row for row in found.best.others if row["name"] in line.stock]
+        others = other_packages(line, found.best)
+        torches.add(found.result.data["torch"])
+        lines.append(cells_of_headline(line, found, stock, others))
+        if found.behind:
+            slower.append(where_slower(line, found))
+        measured.append(f"{line.name}: {measured_with(found, [*stock, *others])}")
+    ahead = ""
+    if slower:
+        ahead = f"**Others are ahead of ours with fewer tokens a step.** {' '.join(slower)}"
+    torch = " or ".join(sorted(torches))
+    origin = f"Measured on one host, torch {torch}. {'. '.join(measured)}."
+    return HeadlineTable(lines, ahead, who_they_are([*lines, slower]), origin)
+
+
+def cells_of_headline(
+    line: Headline, found: Gain, stock: list[dict], others: list[dict]
+) -> list[str]:
+    ours = found.best.ours
+    what = line.what.format(f"{ours['tokens']:,}" if "tokens" in ours else "")
+    figure = headline(ours, line.field, found.result.rows)
+    return [
+        f"**{line.name}**: {what}",
+        ", ".join(figure_of(line, found, row) for row in stock),
+        ", ".join(figure_of(line, found, row) for row in others) or "none at this size",
+        f"**{figure}** `{api_name(ours)}`{in_brackets(how(ours))}",
     ]
-    told: set[str] = set()
-    for column in (step.best, *step.behind):
-        slower = ", where ours is slower:" if column.better else ""
-        figures = in_figures(step, "kept", column, told)
-        said.append(f"at {column.ours['tokens']:,} tokens{slower} {figures};")
-    return f"{' '.join(said).rstrip(';')}. [All of it](guide/gains.rst)."
 
 
-def measured_with(of: Gain) -> str:
-    """``1 × NVIDIA H200, version 0.3.0 (abc)``."""
-    return f"{of.result.machine}, version {code_in_words(of.best.ours)}"
+def api_name(row: dict) -> str:
+    return API_NAMES.get(row["name"], row["name"])
 
 
-def in_figures(of: Gain, field: str, column: Column, told: set[str]) -> str:
-    """``ours 88.3 %, `torchao` 87.4 %``: ours, the best peer and all that beat ours.
-
-    How a peer trains is said once; ``told`` has the names of which it was.
-    """
-    said = [f"ours {headline(column.ours, field, of.result.rows)}"]
-    for row in column.named([]):
-        figure = f"`{row['name']}` {headline(row, field, of.result.rows)}"
-        if how(row) != how(column.ours) and row["name"] not in told:
-            figure += f" ({how(row)})"
-            told.add(row["name"])
-        said.append(figure)
-    return ", ".join(said)
+def in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
-def with_figures(text: str, line: str) -> str:
-    """README with ``line`` between its marks.
+def figure_of(line: Headline, found: Gain, row: dict) -> str:
+    """``87.4 % `torchao` (does not clip)``: a figure, who has it, and what it does otherwise."""
+    figure = headline(row, line.field, found.result.rows)
+    differs = how(row) != how(found.best.ours)
+    return f"{figure} `{api_name(row)}`{in_brackets(how(row) if differs else '')}"
+
+
+def where_slower(line: Headline, of: Gain) -> str:
+    """``Offload at 8,192: ours 47.8 %, `torchao` 55.3 %.``: ours, and all that beat ours."""
+    places = []
+    for column in of.behind:
+        said = [f"ours {headline(column.ours, line.field, of.result.rows)}"]
+        for row in column.better:
+            said.append(f"`{api_name(row)}` {headline(row, line.field, of.result.rows)}")
+        places.append(f"at {column.ours['tokens']:,} {', '.join(said)}")
+    return f"{line.name}: {'; '.join(places)}."
+
+
+def other_packages(line: Headline, column: Column) -> list[dict]:
+    """The best of them, and all that beat ours."""
+    peers = [row for row in column.others if is_peer(row) and row["name"] not in line.stock]
+    return [row for row in peers if row in peers[:1] or row in column.better]
+
+
+def measured_with(of: Gain, others: list[dict]) -> str:
+    """``1 × NVIDIA H200, version 0.3.0 (abc); `torchao` on another host``."""
+    said = f"{of.result.machine}, version {code_in_words(of.best.ours)}"
+    runs: dict[str, list[str]] = {}
+    for row in others:
+        if "run" in row:
+            runs.setdefault(row["run"], []).append(f"`{api_name(row)}`")
+    for run, names in runs.items():
+        said += f"; {' and '.join(names)} on {run}"
+    return said
+
+
+def who_they_are(lines: list[list[str]]) -> str:
+    """``torch_checkpointing` is Meta's ...`: the packages that ``lines`` name."""
+    text = str(lines)
+    said = [f"`{name}` is {what}" for name, what in PEERS.items() if f"`{name}`" in text]
+    return f"{', '.join(said)}." if said else ""
+
+
+def in_markdown(table: HeadlineTable) -> str:
+    lines = [HEADINGS, ["---"] * len(HEADINGS), *table.lines]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    below = [table.slower, f"{table.peers} {table.measured} [More figures](guide/gains.rst)."]
+    return "\n\n".join([text, *[wrapped(each.strip()) for each in below if each]])
+
+
+def wrapped(text: str) -> str:
+    lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def with_figures(text: str, table: HeadlineTable | None) -> str:
+    """README with the table between its marks.
 
     Raises:
         ResultError: it has no marks.
@@ -306,8 +448,8 @@ def with_figures(text: str, line: str) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ResultError(f"README.md lacks {BEGIN} and {END}")
-    wrapped = "\n".join(textwrap.wrap(line, 100, break_long_words=False, break_on_hyphens=False))
-    return f"{before}{begin}\n{wrapped}\n{end}{after}"
+    shown = f"\n{in_markdown(table)}" if table else ""
+    return f"{before}{begin}\n{shown}\n{end}{after}"
 
 
 @dataclass(frozen=True)
@@ -354,7 +496,7 @@ def run_of(where: str, torch: str, recipes: dict[str, dict]) -> RunOfRecipes:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write README's line of figures")
+    parser.add_argument("--write", action="store_true", help="write README's table of figures")
     parser.add_argument("--repo", type=Path, default=Path.cwd(), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
@@ -366,7 +508,7 @@ def main(arguments: list[str] | None = None) -> int:
         readme = options.repo / "README.md"
         if readme.exists():
             text = readme.read_text(encoding="utf-8")
-            wanted = with_figures(text, line_of_figures(options.repo))
+            wanted = with_figures(text, headline_table(options.repo))
             if options.write:
                 readme.write_text(wanted, encoding="utf-8")
             elif text != wanted:

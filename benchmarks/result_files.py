@@ -31,6 +31,8 @@ SHOWN = tomllib.loads(Path(__file__).with_name("shown.toml").read_text(encoding=
 PARAMETERS = SHOWN["parameters"]
 TRACE_LANES = SHOWN["trace_lanes"]
 FIRST_TABLE_NOTES = SHOWN["first_table_notes"]
+API_NAMES = SHOWN["api_names"]
+PEERS = SHOWN["peers"]
 REFERENCES = set(SHOWN["references"].split())
 ROW_RECIPES: dict[str, str] = {}
 for _name, _rows in SHOWN["recipe_rows"].items():

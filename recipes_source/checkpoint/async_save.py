@@ -25,7 +25,7 @@ no room for a second copy of what all its ranks hold. If the copy itself takes t
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-   ``async_save`` is this page; ``pinned`` and ``overlapped_writer`` are later ones.
+   :doc:`pinned_staging` has ``PinnedStager``, :doc:`saves_beside_training` ``CheckpointManager``.
 
 This is the loop, with ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict``:
 
@@ -327,10 +327,9 @@ if __name__ == "__main__":
 # ------------
 # Training no longer waits for storage. It still waits for staging: each save here allocates
 # pageable host memory and copies the state into it, far below the rate of the link. Three rows
-# are of other pages: ``pinned`` of :doc:`pinned_staging`, which changes the memory and nothing
-# else, ``overlapped_stager`` of :doc:`default_stager`, and ``overlapped_writer`` of
-# :doc:`saves_beside_training`. ``dcp_save`` is a call of ``dcp.save``, which blocks.
-# :doc:`/guide/measured` explains the columns.
+# are of other pages: ``PinnedStager`` of :doc:`pinned_staging`, which changes the memory and
+# nothing else, ``OverlappedStager`` of :doc:`default_stager`, and ``CheckpointManager.save`` of
+# :doc:`saves_beside_training`. ``dcp.save`` blocks. :doc:`/guide/measured` explains the columns.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save async_save pinned overlapped_stager overlapped_writer

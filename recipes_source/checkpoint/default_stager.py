@@ -24,7 +24,7 @@ of state, with a shorter call.
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-   ``overlapped_stager`` is this page.
+   ``OverlappedStager`` is this page's.
 
 This is the loop:
 
@@ -86,10 +86,10 @@ steps with three ways to save:
 # to 2.15), so its copy can overtake the step. A ``loss.item()`` after the step hides this defect,
 # because it waits for the device.
 #
-# **Gaps.** One copy engine serves each direction. It stays with a stream that has another copy
-# ready. So a read of a number in mid-step, by ``loss.item()`` or inside a stock model, waits for
-# all queued copies. A copy of 64 bytes in the other direction, before each piece, lets the read
-# pass.
+# **Gaps.** One copy engine serves each direction. It serves one stream as long as that stream has
+# another copy ready. So a read of a number in mid-step, by ``loss.item()`` or inside a stock model,
+# waits for all queued copies. A copy of 64 bytes in the other direction, before each piece, lets
+# the read pass.
 #
 # **The interpreter.** ``DefaultStager`` copies storages by ``UntypedStorage.copy_``, which keeps
 # the interpreter's lock until it returns. It does not pin memory of four bytes or less, and an
@@ -317,7 +317,7 @@ if __name__ == "__main__":
 #
 # The second table shows the whole save. The loop reads a number, and forward and backward take as
 # long as the copy. ``default_stager_ordered`` is torch 2.11's stager, a new one for each save.
-# ``overlapped_writer`` is the save of :doc:`saves_beside_training`.
+# ``CheckpointManager.save`` is that of :doc:`saves_beside_training`.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none async_save pinned default_stager_ordered default_stager_2.13 overlapped_stager overlapped_stager_frozen overlapped_writer

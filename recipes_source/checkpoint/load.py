@@ -4,10 +4,10 @@
 Load at the rate of the storage
 ===============================
 
-Read a DCP checkpoint by threads, and copy to the device meanwhile; where the save has left digests, each
-byte is checked. PyTorch's reader takes one tensor after the other on one thread, so a job that restarts
-waits for a core of the CPU rather than for the storage (see *What it buys*). The bits are the same, on any
-number of ranks. A sharded model starts from a folder of the Hub by the same threads.
+Restart sooner: several threads read a DCP checkpoint, and each piece is copied to the device while the
+next is read. PyTorch's own reader takes one tensor after the other on one thread, so a restarting job
+waits for one core of the CPU, not for the storage. The loaded bits are the same, on any number of ranks. If the save left digests, each byte is checked. The same threads start a sharded
+model from a folder of the Hugging Face Hub.
 
 .. index::
    single: load takes forever
@@ -29,16 +29,16 @@ load like this already. Or your checkpoints are a few hundred megabytes.
 
     from overlap_recipes.checkpoint import Reader, TrainingState, load
 
-    # A checkpoint of this library. What does not fit is listed before anything changes;
-    # skip=["scheduler", "data"] leaves these as they are here.
+    # A checkpoint of this library. If names or shapes differ, it lists them and changes nothing.
+    # skip=["scheduler", "data"] leaves these two as they are.
     load({"app": TrainingState(model, optimizer)}, "checkpoints/step1000")
 
     # Its weights alone.
     weights = {"app": {"model": model.state_dict()}}
     dcp.load(weights, storage_reader=Reader("checkpoints/step1000"))
 
-    # One that dcp.save has written, on any number of ranks. With an optimizer: what
-    # get_state_dict(model, optimizer) gives, and set_state_dict after it.
+    # A checkpoint of dcp.save, on any number of ranks. To load an optimizer, too, take the
+    # state of get_state_dict(model, optimizer), and call set_state_dict afterwards.
     tensors = {"model": model.state_dict()}
     dcp.load(tensors, storage_reader=Reader("pretrained"))
 
@@ -155,24 +155,24 @@ def save_both(job: Job, root: Path) -> list[Path]:
 # %%
 # Read
 # ----
-# ``Reader`` is a storage reader of DCP, so DCP plans as always: which rank needs which part of which
-# tensor. What is a plain, row-major tensor of which one run of bytes is wanted, goes to the threads.
-# All else, such as strided tensors and Python objects, PyTorch's own reader takes, from files that
-# are checked, too. The log says how many bytes each has read.
+# ``Reader`` is a storage reader of DCP. So DCP plans as always which rank needs which part of which
+# tensor. The threads read each plain, row-major tensor whose wanted bytes lie in one run. PyTorch's
+# own reader takes the rest, such as strided tensors and Python objects; their files are checked,
+# too. The log says how many bytes each of the two has read.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/reader.py
 #    :language: python
 #    :pyobject: Reader.read_data
 #
-# A thread with its buffers. ``self.copied`` are events: before a buffer is read into, the copies that
-# were queued from it must have ended.
+# Before a thread reads into a buffer again, the copies out of it must have ended: the events
+# ``self.copied`` tell.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/reader.py
 #    :language: python
 #    :pyobject: Ring.take
 #
-# Two orders make it right on a device. The copies wait for what has made the targets, and the loop
-# waits for the copies.
+# Two waits make it right on a device. The copies wait for the kernels that made the targets, and
+# training waits for the copies.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/reader.py
 #    :language: python
@@ -180,9 +180,9 @@ def save_both(job: Job, root: Path) -> list[Path]:
 #
 # Check
 # -----
-# A save of ``CheckpointManager`` to a directory leaves a CRC-32 of each MiB. A thread reads whole blocks
-# and compares them, at the rate of a core, before a byte goes on. So a load need not read a file twice,
-# and a resume need not hash a whole checkpoint to choose one.
+# A save of ``CheckpointManager`` to a directory leaves a CRC-32 of each MiB. A thread reads whole
+# blocks, and compares each with its CRC-32 before the block is used. So a load reads no file twice, and a
+# resume can choose a checkpoint without reading all of it.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/checked_files.py
 #    :language: python
@@ -192,12 +192,12 @@ def save_both(job: Job, root: Path) -> list[Path]:
 #    :language: python
 #    :pyobject: Digests.check
 #
-# Whatever fails on one rank is raised on all: a file that is missing, short or changed, and a storage
-# that has given nothing for five minutes. The message names the file.
+# If a read fails on one rank, all ranks raise: a file is missing, short or changed, or the storage has
+# given nothing for five minutes. The message names the file.
 #
-# ``load`` adds what a job needs. It compares names, shapes and dtypes first, and lists all that
-# differs, on all ranks, before anything has changed. And it makes the optimizer's state: ``dcp.load``
-# fills only what is there, so with it a new optimizer would have to take a step first.
+# ``load`` adds two things. First it compares names, shapes and dtypes, and if some differ, all ranks
+# list them before anything has changed. Then it makes the optimizer's state. ``dcp.load`` only fills
+# state that exists, and a new optimizer has none before its first step.
 #
 # Several ranks may hold the same tensors: all of them under DDP, each shard under HSDP. The storage is
 # read once: each of these ranks reads a share, and broadcasts it.
@@ -208,10 +208,10 @@ def save_both(job: Job, root: Path) -> list[Path]:
 #
 # Run it, and prove it
 # --------------------
-# Both checkpoints are loaded twice into new jobs, by PyTorch and by the library: each tensor must have
-# each bit. A job of another width must be refused, and stay as it is. A bit flips in a file of the
-# last rank, in a copy: every rank must name that file. Then one rank leaves, the others form a new
-# job, and it must have the same bits.
+# Both checkpoints are loaded into new jobs, once by PyTorch and once by the library: all bits must be
+# equal. A model of another width must be refused, and stay as it is. In a copy, one bit of a file of
+# the last rank is flipped: every rank must name that file. Then one rank leaves; the others form a new
+# job, which must load the same bits.
 
 
 def prove_as_pytorch(directory: Path, device: torch.device, saved: list[torch.Tensor]) -> None:
@@ -311,22 +311,23 @@ if __name__ == "__main__":
 # %%
 # Resume, on the same or another number of ranks
 # ----------------------------------------------
-# ``checkpoints.resume()`` of :doc:`saves_beside_training` chooses the newest checkpoint that is whole, on
-# all ranks, and loads it like this. ``resume(step=40_000)`` goes back: newer ones are set aside, not
-# deleted. On another number:
+# ``checkpoints.resume()`` of :doc:`saves_beside_training` chooses the newest checkpoint that is whole on
+# all ranks, and loads it like this. ``resume(step=40_000)`` goes back to that step, and sets newer
+# checkpoints aside; it deletes none. On another number of ranks:
 #
 # * **sharded** state (weights, optimizer) is divided for the new number;
 # * **shared** state (step, schedule) comes back on every rank;
-# * state **of one rank** cannot. Random numbers are seeded from the step and the rank, and the log says so.
-#   What ``per_rank=`` has needs a ``load_state_dicts``, which gets that of all ranks; else it raises.
+# * state **of one rank** cannot be divided. Random numbers get a new seed from step and rank, and the log
+#   says so. An object in ``per_rank=`` needs a method ``load_state_dicts``, which is given the states of
+#   all ranks; without it, ``resume`` raises.
 #
-# On the same number of ranks every bit of the run is as without an interruption. On another, sums come
-# in another order: the losses are close.
+# On the same number of ranks every bit of the run is as without an interruption. On another, sums have
+# another order: the losses are close, not equal.
 #
 # Start from a folder of the Hub
 # ------------------------------
-# No rank builds the model in its own memory. It is made without memory and sharded, and each rank reads
-# its rows alone. Every bit is that of ``from_pretrained``, in buffers that no file has, too.
+# No rank ever holds the whole model. The model is made without memory and sharded; then each rank reads
+# its own rows. The result equals that of ``from_pretrained`` bit by bit, also in buffers that no file has.
 #
 # .. code-block:: python
 #
@@ -344,9 +345,9 @@ if __name__ == "__main__":
 #     fully_shard(model)
 #     load_folder(model, folder)  # memory, then this rank's rows of each tensor
 #
-# A job that resumes calls ``give_memory(model, device)`` of the same module in its place: the weights are
-# noise until ``resume``. ``from_config`` makes a model in training mode. What your code changes in a
-# model (new tokens, adapters) comes after ``load_folder``.
+# A job that resumes calls ``give_memory(model, device)`` of the same module instead of ``load_folder``;
+# the weights are noise until ``resume``. ``from_config`` makes a model in training mode. Change the model
+# (new tokens, adapters) after ``load_folder``.
 #
 # What it buys
 # ------------
@@ -388,8 +389,8 @@ if __name__ == "__main__":
 # ------------
 # These can give you other numbers than you expect:
 #
-# * A checkpoint without manifests (of ``dcp.save`` or a trainer) and a folder have no digests. Their
-#   files' lengths are compared, changed bytes are not found.
+# * A checkpoint of ``dcp.save`` or of a trainer has no digests, and neither has a folder of the Hub. Only
+#   the lengths of their files are compared; changed bytes are not found.
 # * A load that fails half way leaves in the targets what it had read. Load another checkpoint, or end.
 # * A load writes into the weights at once. During a save, call ``checkpoints.wait()`` first.
 # * Loading a checkpoint **runs code**: ``.metadata`` and what is no tensor are pickles. Digests say that a

@@ -8,9 +8,9 @@ Stop training for a copy at the rate of the link, and no longer. A writer with
 ``cache_staged_state_dict=True`` copies every checkpoint into the same page-locked ("pinned")
 buffers. The first save allocates and pins them; each later one only copies.
 
-**Scope.** As in :doc:`async_save`: a state dict of plain tensors, DTensors, numbers and text, what is
-no DTensor being the same on all ranks. If its keys, shapes or dtypes change, new buffers are pinned, so
-the first save comes after the first step.
+**Scope.** As in :doc:`async_save`: a state dict of plain tensors, DTensors, numbers and text; all
+but DTensors are the same on all ranks. Save first after the first step, which makes the optimizer's
+state: if keys, shapes or dtypes change, new buffers are pinned.
 
 .. index::
    single: pin_memory tutorial
@@ -29,9 +29,9 @@ This is the loop:
 .. literalinclude:: pinned_staging.py
    :pyobject: train
 
-Copy ``PinnedStager``, the first block of code below. It needs torch alone. It is a stager of
-``dcp.async_save``, and leaves to ``AsyncCheckpoints`` of :doc:`async_save` a process group for the saves
-alone, that one save is in flight at a time, and that the last one is awaited.
+Copy ``PinnedStager``, the first block of code below. It needs torch alone. Pass it to
+``AsyncCheckpoints`` of :doc:`async_save`, which does the rest: it makes a process group for saves
+alone, keeps one save in flight, and waits for the last one.
 
 .. grid:: 1 1 2 2
 
@@ -272,11 +272,10 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# Each save after the first one stalls training for one copy at the rate of the link. ``async_save``
-# is the save of :doc:`async_save`. ``overlapped_stager``, of :doc:`default_stager`, and
-# ``overlapped_writer``, of :doc:`saves_beside_training`, copy during the next step, here one whose
-# forward and backward are as long as the copy. All of them save a stock model (:doc:`/guide/measured`
-# explains the columns).
+# Each save after the first one stalls training for one copy at the rate of the link. The last two
+# rows, of :doc:`default_stager` and of :doc:`saves_beside_training`, copy during the next step,
+# whose forward and backward are here as long as the copy. All rows save a stock model
+# (:doc:`/guide/measured` explains the columns).
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none async_save pinned overlapped_stager overlapped_writer

@@ -14,8 +14,8 @@ if nothing had happened: same losses, same bits.
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-   ``overlapped_writer`` is this save. Most eager models are bound by the host; there a save costs
-   several times as much: see *What it buys*.
+   Most eager models are bound by the host; there a save costs several times as much: see *What it
+   buys*.
 
 .. index::
    single: save before exit on SIGTERM
@@ -363,7 +363,7 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # What a save costs training, and how much slower steps are while it is written
-# (:doc:`/guide/measured`). ``overlapped_writer`` is this save without retention:
+# (:doc:`/guide/measured`). ``CheckpointManager.save`` was measured without retention:
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save async_save pinned overlapped_writer

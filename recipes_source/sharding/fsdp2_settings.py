@@ -13,8 +13,8 @@ shows no gaps between the matmuls; else try three of them at once by ``tune``, a
    :field: efficiency
    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
 
-   ``fsdp2_tuned`` is ``tune``, ``fsdp2`` the default, ``fsdp2_in_place`` :doc:`peer_copies`; 100 % is a
-   run that sends nothing.
+   ``tune`` is this page's, ``use_peer_copies`` that of :doc:`peer_copies`; 100 % is a run that sends
+   nothing.
 
 This page shows what each setting of ``fully_shard`` does: every gather of a training step under each
 setting, in its order with the compute, and how many units have their full weights at a time.
@@ -491,7 +491,7 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``fsdp2_tuned`` is ``tune``. ``fsdp2_reduce_group`` has the group alone. ``no_communication`` is
+# ``fsdp2_reduce_group`` has the group alone. ``no_communication`` is
 # the same work on weights that are never sharded (:doc:`/guide/measured`).
 #
 # .. result-table:: fsdp_overlap

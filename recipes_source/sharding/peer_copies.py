@@ -12,7 +12,7 @@ straight to their place. Your loop stays as it is, and on two ranks every bit of
    :field: efficiency
    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
 
-   ``fsdp2`` is stock FSDP2, without the call; 100 % is a run that sends nothing.
+   ``fully_shard`` is without the call; 100 % is a run that sends nothing.
 
 .. index::
    single: NCCL takes SMs from the matmuls
@@ -336,8 +336,8 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # Stock blocks of Llama 3 8B, float32 weights, bfloat16 gathers, float32 reductions
-# (:doc:`/guide/measured`). ``no_communication`` sends, gathers and copies nothing; ``fsdp2_tuned`` has
-# the best of FSDP2's own settings (:doc:`fsdp2_settings`).
+# (:doc:`/guide/measured`). ``no_communication`` sends, gathers and copies nothing; ``tune`` has the
+# best of FSDP2's own settings (:doc:`fsdp2_settings`).
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned fsdp2_in_place

@@ -5,14 +5,14 @@ Fully sharded training: gathers on a stream of their own, released late
 =======================================================================
 
 Each rank keeps some rows of every weight, gradient and optimizer state. The weights of a layer are
-gathered while the layer before it computes, and go when their last kernel has read them. That is
-what FSDP does; this file does it in plain PyTorch.
+gathered while the layer before it computes, and are freed when the last kernel has read them. FSDP
+does the same; this file does it in plain PyTorch.
 
 **Scope.** A model of layers ("units") that run once each, in one order, in every forward and on
-every rank. Each unit returns one tensor, and the loss uses no other of it. Each parameter is trained,
-belongs to one unit, has no hooks, and gets a gradient in every backward on every rank. Weights change
+every rank. Each unit returns one tensor, and the loss uses nothing else of it. Each parameter is
+trained, belongs to one unit, has no hooks, and gets a gradient in every backward on every rank. Weights change
 between steps. The model fits on one device before it is sharded, and computes in the dtype of its
-weights. No unit is recomputed in backward. Most else raises: `Known limits`_ has what does not.
+weights. No unit is recomputed in backward. Anything else raises, except what `Known limits`_ lists.
 
 **When not to bother:** you want to train, not to look inside. ``fully_shard`` stands on the same
 idea and has met years of corner cases; :doc:`peer_copies` makes it faster.
@@ -191,7 +191,7 @@ class ShardedParameter:
 # If one rank gathers unit 3 while another gathers unit 4, of the same
 # size, each computes with parts of two units, without an error. So the order is fixed from the
 # start, and each rank checks it by itself (``take_turn``, below). Likewise a parameter without a
-# gradient is an error, not a collective left out.
+# gradient raises: its collective is not skipped.
 
 ORDER = "units must run once each, in the order that the context was given, in every forward"
 
@@ -288,9 +288,9 @@ def check_graph(loss: torch.Tensor, units: list[Unit]) -> None:
 # whatever comes into that memory comes after the wait.
 #
 # **Two communicators.** A communicator runs its collectives in the order in which the host launched
-# them, on whatever streams. With one for both, the next gather of backward waits for this unit's
-# reduce-scatter, which waits for its kernels: no gather of backward overlaps. So gathers have a
-# communicator of their own.
+# them, on whatever streams. With one for gathers and reduce-scatters, the next gather of backward
+# waits for this unit's reduce-scatter, which waits for its kernels: no gather of backward overlaps.
+# So gathers have a communicator of their own.
 
 
 class FsdpContext:
@@ -487,19 +487,18 @@ class FsdpContext:
 
 # %%
 # A hook on the *output* of a unit runs in backward, when the gradient of that output is complete:
-# then all gradients of the unit after it are complete, too. They are summed over the ranks, here
-# still on the compute stream, and dropped.
+# then all gradients of the unit after it are complete, too. They are summed over the ranks, in this
+# file on the compute stream, and the unsharded gradients are freed.
 #
-# ``backward`` takes the place of ``loss.backward()``: it divides by the number of ranks first, so
-# that sums are means. A second one adds to the shards' gradients.
+# Call ``backward`` instead of ``loss.backward()``. It first divides the loss by the number of ranks,
+# so that summed gradients are means. A second call adds to the shards' gradients.
 #
 # Run it, and prove it
 # --------------------
-# In the sharded run each rank sees its own samples, and begins with weights of its own, which the
-# context replaces by rank 0's. In the unsharded run every rank sees all samples. A sum of two
-# gradients has one order, so one and two ranks agree in **every bit**, in gradients and weights.
-# From three ranks on the order of the sum is the collective's own, and rounding is allowed for.
-# 509 is a prime: the last shard is shorter.
+# In the sharded run each rank sees its own samples. It begins with weights of its own, and the
+# context replaces them by those of rank 0. In the unsharded run every rank sees all samples. On one
+# and two ranks they agree in **every bit** of gradients and weights, because two numbers have
+# one sum. From three ranks on the collective chooses the order of the sum, and rounding is allowed.
 
 WIDTH = 64  # features
 HIDDEN = 509
@@ -670,13 +669,12 @@ if __name__ == "__main__":
 #    :where: model=synthetic loop=–
 #
 # Exposed are the reduce-scatters, on the compute stream here; the first gather of forward
-# and of backward; and the ends of gathers longer than a unit's compute.
+# and of backward; and the end of each gather that takes longer than a unit's compute.
 #
 # A look-ahead
 # ------------
-# More memory hides most of these: gather the units that are needed **soonest**, as many as there are
-# buffers (the last stay over the turn to backward), and reduce on another stream. In FSDP2:
-# :doc:`fsdp2_settings`.
+# More memory hides most of these. Gather as many of the **next** units as there are buffers, keep
+# the last ones from forward to backward, and reduce on another stream: :doc:`fsdp2_settings`.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -698,8 +696,8 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# * All fits on each device: data parallelism moves less.
-# * Many small parameters, each with a collective; a host that asks late.
+# * The whole state fits on each device: data parallelism moves less.
+# * The model has many small parameters: each needs a collective. Or the device waits for the host.
 #
 # Known limits
 # ------------

@@ -13,7 +13,7 @@ thread, and renamed when complete.
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-   ``overlapped_writer`` was measured in a loop without torchtitan. It stages as this recipe does, and
+   ``CheckpointManager`` was measured in a loop without torchtitan. It stages as this recipe does, and
    writes with the faster writer of :doc:`/recipes/checkpoint/saves_beside_training`.
    ``torchtitan_async_with_pinned_mem`` is the mode of torchtitan that stages into pinned memory.
 

@@ -18,7 +18,7 @@ on a thread.
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-   ``overlapped_writer`` was measured in a loop without ``Trainer``, with the faster writer of
+   ``CheckpointManager`` was measured in a loop without ``Trainer``, with the faster writer of
    :doc:`/recipes/checkpoint/saves_beside_training`. ``none`` is the same measurement without a save: the
    noise.
 

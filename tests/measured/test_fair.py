@@ -11,6 +11,9 @@ import pytest
 from bs4 import BeautifulSoup
 from results_site import REPO, render
 
+from benchmarks.first_tables import HEADLINES
+from benchmarks.result_files import API_NAMES
+
 PAGES = ("index.rst", "guide/*.rst", "recipes_source/*/*.py")
 SHOWN = ("first-table", "result-gain", "result-table")
 COLUMNS = {  # that decide; the others of a row are in its file
@@ -106,6 +109,30 @@ def plain(value: object) -> str:
 @pytest.mark.parametrize("number", range(len(PLACES)), ids=lambda number: PLACES[number][0])
 def test_no_place_leaves_out_a_peer_that_beats_ours(shown, number):
     section = shown[number]
-    names = {code.text for code in section.select("code")}
+    names = rows_named(section)
     left_out = better_peers(PLACES[number][1], names, section.text) - names
     assert not left_out, f"{PLACES[number]}: {sorted(left_out)}"
+
+
+def rows_named(section: BeautifulSoup) -> set[str]:
+    """The rows that a page names, by themselves or in the API's words."""
+    codes = {code.text for code in section.select("code")}
+    return codes | {row for row, words in API_NAMES.items() if words in codes}
+
+
+def test_no_headline_leaves_out_a_peer_that_beats_ours(repo):
+    for folder in ("benchmarks/results", "guide/changelog.rst"):
+        (repo / folder).unlink() if (repo / folder).is_file() else (repo / folder).rmdir()
+        (repo / folder).symlink_to(REPO / folder)
+    html, warnings = render(repo, ".. headline-table::")
+    assert warnings == ""
+    page = BeautifulSoup(html, "html.parser").select_one("section")
+    names = rows_named(page)
+    found = set()
+    for line in HEADLINES:
+        where = " ".join(f"{name}={value}" for name, value in line.where.items())
+        directive = f"x:: {line.benchmark}\n   :field: {line.field}\n   :where: {where}"
+        found |= better_peers(directive, {line.ours}, page.text)
+    assert found and found <= names
+    readme = (REPO / "README.md").read_text()
+    assert all(f"`{API_NAMES.get(name, name)}`" in readme for name in found)

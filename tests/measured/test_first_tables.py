@@ -1,6 +1,7 @@
 """The first tables show rows of one kind of machine that are not outdated, and nothing else."""
 
 import json
+import re
 
 from results_site import (
     OF_TODAY,
@@ -122,13 +123,12 @@ def test_a_run_of_the_recipes_says_what_failed_and_of_which_versions_it_was(repo
     assert run.codes == ["2 of 0.2.1 (abc)", "1 of before 0.2.1"]
 
 
-def test_readmes_figures_are_those_of_the_rows():
-    line = first_tables.line_of_figures(REPO)
+def test_readmes_figures_are_those_of_the_rows_with_pytorch_and_peers():
+    table = first_tables.headline_table(REPO)
     text = (REPO / "README.md").read_text()
-    assert line and first_tables.with_figures(text, line) == text
-    for benchmark, name in (
-        ("checkpoint_stall", "torch_checkpointing"),
-        ("offload_step", "torchao"),
-    ):
-        assert f"`{name}`" in line, benchmark
-    assert "NVIDIA" in line and "0.2.1" in line
+    assert first_tables.with_figures(text, table) == text
+    figures = re.compile(r"\d(?:[\d.,]* (?:m?s|%))")
+    for name, stock, other, ours in table.lines:
+        assert figures.search(stock) and figures.search(ours), name
+        assert "`" in other or other == "none at this size", name
+    assert table.measured.count("NVIDIA") == table.measured.count("version") == len(table.lines)

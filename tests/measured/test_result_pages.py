@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from results import rows_in_sight
 from results_site import REPO, measure, render, row
 
 
@@ -23,7 +24,7 @@ def test_the_table_shows_values_origin_and_links(repo):
     assert "Bound: " not in text  # no column has one
     assert re.search(r'href="recipes/checkpoint/async_save.html"[^>]*>.*async_save', html)
     assert "a_peer.html" not in html
-    assert html.index(">async_save<") < html.index("overlapped") < html.index("a_peer")
+    assert html.index(">dcp.async_save<") < html.index("overlapped") < html.index("a_peer")
 
 
 @pytest.mark.parametrize("directive", ["result-table", "result-figure"])
@@ -57,3 +58,11 @@ def test_the_page_of_all_rows_has_every_benchmark_that_was_measured():
     files = (REPO / "benchmarks" / "results").glob("*.json")
     shown = re.findall(r"^\.\. result-table:: (\w+)$", page, re.MULTILINE)
     assert sorted(shown) == sorted({path.name.split(".")[0] for path in files})
+
+
+def test_a_recipes_table_shows_five_rows_and_each_peer_that_beats_one_of_ours_in_sight():
+    costs = {"async_save": 5.0, "pinned": 3.0, "a": 4.0, "b": 9.0, "c": 8.0, "d": 7.0, "e": 2.0}
+    rows = [row(name, cost) for name, cost in costs.items()]
+    shown = [rows[number]["name"] for number in rows_in_sight(rows, ["staging_cost_s"])]
+    assert shown == ["async_save", "pinned", "a", "b", "e"]
+    assert len(rows_in_sight(rows[:6], ["staging_cost_s"])) == 6  # no fold for a single row
