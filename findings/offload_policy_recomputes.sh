@@ -3,7 +3,7 @@
 # Guess: it raises where nobody implements it.
 # Instead: in eager code move activations with saved-tensor hooks:
 #     `torch.autograd.graph.save_on_cpu`, or `overlap_recipes.offload.ActivationOffload`.
-# Took: less than 120 s for its program; not yet timed whole
+# Took: 30 s whole, on two cores
 set -euo pipefail
 
 folder=$(mktemp -d)
