@@ -243,25 +243,26 @@ def held_by_ranks(device: torch.device) -> int:
 class UpdateClock:
     """Seconds from the first block of each clipped step's update to the last."""
 
-    def __init__(self, host: host_adam.HostUpdates) -> None:
-        self.seconds = []
-        self.left = 0  # layers of this step's update that have not ended
-        self.begun = 0.0
-        self.start = host.start
-        self.end = host.end
-        host.start = self.started
-        host.end = self.ended
+    def __init__(self, optimizer: HostAdamW) -> None:
+        self.begun: list[float] = []  # by step
+        self.ended: list[list[float]] = []  # by step, of each layer
+        self.hook = optimizer.register_step_post_hook(self.watch)
 
-    def started(self, announced: dict, scale: float = 1.0) -> None:
-        self.left = len(announced)
-        self.begun = time.perf_counter()
-        self.start(announced, scale)
+    def watch(self, optimizer: HostAdamW, *_) -> None:
+        """After a step: its gradients are still to arrive, and its layers to be updated."""
+        ended: list[float] = []
+        self.ended.append(ended)
+        optimizer.host.latest.add_done_callback(lambda _: self.begun.append(time.perf_counter()))
+        for update in optimizer.host.updates.values():
+            update.ended.add_done_callback(lambda _: ended.append(time.perf_counter()))
 
-    def ended(self, *args) -> None:
-        self.end(*args)
-        self.left -= 1
-        if self.left == 0:
-            self.seconds.append(time.perf_counter() - self.begun)
+    def close(self) -> list[float]:
+        """The seconds of all steps; updates have ended."""
+        self.hook.remove()
+        seconds = []
+        for begun, ended in zip(self.begun, self.ended, strict=True):
+            seconds.append(max(0.0, max(ended) - begun))
+        return seconds
 
 
 class Benchmark:
@@ -436,16 +437,15 @@ class Benchmark:
         ours = self.build()
         self.clear()
         loop = ours.loop(tokens, clip)
-        host = ours.optimizer.host
-        clock = UpdateClock(host)
+        clock = UpdateClock(ours.optimizer)
         steps = train(loop, self.size.steps)
         ours.streamed.wait()
-        del host.start, host.end  # the clock's: the class's own are seen again
+        seconds = clock.close()
         step = statistics.median(steps)
         fields = {"step_s": step, "optimizer_in_step": True, "skipped": ours.optimizer.skipped}
         samples = {"step_s": steps}
         if clip:
-            samples["in_step_s"] = clock.seconds[-len(steps) :]
+            samples["in_step_s"] = seconds[-len(steps) :]
             fields["in_step_s"] = statistics.median(samples["in_step_s"])
         fields |= self.against_bound(ours, tokens, clip, step)
         fields["host_parameters"] = ours.host_parameters
@@ -559,18 +559,19 @@ class Benchmark:
         held = held_by_ranks(self.device)
         ours = Ours(self.size, self.device, ONE_COPY_LAYERS, 0, host)
         loop = ours.loop(tokens)
-        clock = UpdateClock(ours.optimizer.host)
+        clock = UpdateClock(ours.optimizer)
         steps = train(loop, self.size.steps)
         ours.streamed.wait()
+        seconds = clock.close()
         fields = {
             "step_s": statistics.median(steps),
             "optimizer_in_step": True,
-            "in_step_s": statistics.median(clock.seconds),
+            "in_step_s": statistics.median(seconds),
             "layers": ONE_COPY_LAYERS,
             "host_parameters": ours.host_parameters,
             "held_bytes": held_by_ranks(self.device) - held,
             "last_loss": loop.loss,
-            "samples": {"step_s": steps, "in_step_s": clock.seconds},
+            "samples": {"step_s": steps, "in_step_s": seconds},
         }
         self.row(name, tokens, None, **fields)
         dist.barrier()

@@ -21,16 +21,15 @@ def _options_of(words: list[str]) -> argparse.Namespace:
     prunes.add_argument("--keep-last", type=int, default=3, help="default: 3")
     prunes.add_argument("--keep-every", type=int, default=0, help="keep steps that this divides")
     prunes.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    for command in lists, verifies:
+    for command in lists, verifies, prunes:
         command.add_argument("root", help="a directory, or a URL that fsspec knows")
-    prunes.add_argument("root", help="a directory")
     exports = commands.add_parser("export", help="a DCP checkpoint as safetensors")
     exports.add_argument("root", metavar="checkpoint")
     exports.add_argument("directory", type=Path)
     exports.add_argument("--prefix", default="app.model.", help="of the names that are exported")
     options = parser.parse_args(words)
-    may_be_url = options.command in ("list", "verify")
-    if not (may_be_url and "://" in options.root) and not Path(options.root).is_dir():
+    is_url = "://" in options.root and options.command != "export"
+    if not is_url and not Path(options.root).is_dir():
         parser.error(f"no directory {options.root}")
     return options
 
@@ -39,9 +38,9 @@ def main(words: list[str]) -> int:
     """Do what ``words`` ask for; return the exit code."""
     options = _options_of(words)
     if options.command == "prune":
-        store = Directory(options.root)
-        if not options.dry_run:
-            store.lock()  # until this process ends
+        store = store_of(options.root)
+        if isinstance(store, Directory) and not options.dry_run:
+            store.lock()  # until this process ends; below a URL a job goes on, and prunes alike
         prune(store, options.keep_last, options.keep_every, options.dry_run)
         return 0
     if options.command == "export":

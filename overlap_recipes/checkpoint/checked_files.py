@@ -22,7 +22,7 @@ from typing import BinaryIO
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from .crew import share
+from ..crew import share
 
 try:
     from zlib_ng.zlib_ng import crc32

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from ..crew import share
 from ..page_locked import PageLocked
 from .checked_files import (
     METADATA,
@@ -36,7 +37,6 @@ from .checked_files import (
     metadata_of,
     unpickled_metadata,
 )
-from .crew import share
 from .entries import Place, expected_place, place_of
 
 LOG = logging.getLogger(__name__)
@@ -253,11 +253,10 @@ class Reader(dcp.FileSystemReader):
         entries = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
+            key = info.relative_path, info.offset
             is_tensor = item.type == LoadItemType.TENSOR
-            if (info.relative_path, info.offset) in known:
-                continue
-            if is_tensor and not getattr(info, "transform_descriptors", None):
-                entries[info.relative_path, info.offset] = item.storage_index.fqn, info.length
+            if is_tensor and key not in known and not getattr(info, "transform_descriptors", None):
+                entries[key] = item.storage_index.fqn, info.length
         places: dict[tuple[str, int], Place] = {}
 
         def look(keys: list[tuple[str, int]]) -> None:

@@ -322,7 +322,7 @@ if __name__ == "__main__":
 #
 #     python -m overlap_recipes.checkpoint list checkpoints
 #     python -m overlap_recipes.checkpoint verify checkpoints  # every byte; exit code 1: damaged, or none
-#     # the rules of your job; without --dry-run it deletes, unless a job writes there
+#     # the rules of your job; without --dry-run it deletes, unless a job writes to that directory
 #     python -m overlap_recipes.checkpoint prune checkpoints --keep-last 3 --keep-every 10000 --dry-run
 #
 # ``prune`` looks at names and sizes alone: run ``verify`` first. Renamed ones (``.set-aside-``) are yours to

@@ -117,9 +117,11 @@ def test_the_command_lists_verifies_and_prunes(
     from kept_saves import KeptSaves, steps_in
 
     root = tmp_path / "root"
-    with KeptSaves(root) as saves:
-        for step in range(1, 6):
-            saves.save({"x": torch.full((9,), step)}, step)
+    url = f"file://{tmp_path}/store"
+    for place in (root, url):
+        with KeptSaves(place) as saves:
+            for step in range(1, 6):
+                saves.save({"x": torch.full((9,), step)}, step)
 
     def command(*words: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["checkpoint", *words])
@@ -134,7 +136,8 @@ def test_the_command_lists_verifies_and_prunes(
     assert len(steps_in(root)) == 5
     assert not command("prune", str(root), "--keep-last", "2", "--keep-every", "2")[0]
     assert steps_in(root) == [5, 4, 2]
-    assert not command("verify", str(root))[0]
+    assert not command("prune", url, "--keep-last", "1")[0] and steps_in(url) == [5]
+    assert not command("verify", str(root))[0] and not command("verify", url)[0]
     exported = str(tmp_path / "hf")
     assert not command("export", str(root / "step5"), exported, "--prefix", "")[0]
     assert (tmp_path / "hf" / "model.safetensors").exists()

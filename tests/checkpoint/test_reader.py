@@ -20,13 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.testing._internal.two_tensor import TwoTensor
 
-from overlap_recipes.checkpoint import (
-    DamagedCheckpoint,
-    Reader,
-    crew,
-    entries,
-    reader,
-)
+from overlap_recipes import crew
+from overlap_recipes.checkpoint import DamagedCheckpoint, Reader, entries, reader
 from overlap_recipes.checkpoint.checked_files import BLOCK
 from overlap_recipes.checkpoint.stores.store import step_of
 from rankproof.run import run

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.3.0, overlap_recipes/checkpoint/crew.py
+# Overlap Recipes 0.3.0, overlap_recipes/crew.py
 """Threads that share a list of jobs; a job that never ends is an error, too."""
 
 from collections import deque
