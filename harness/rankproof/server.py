@@ -9,6 +9,7 @@ temporary directory, and that of a run whose caller did not live to see it: a ca
 put the file ``interrupted`` there.
 """
 
+import gc
 import importlib
 import os
 import shutil
@@ -133,6 +134,7 @@ def serve(modules: list[str]) -> None:
             wanted = {"warm": (*PRELOADED, *modules), "torchrun": (TORCHRUN,)}
             for module in wanted.get(spec.launcher, ()):
                 importlib.import_module(module)
+            gc.freeze()  # what is imported is no garbage: a fork neither looks at it nor copies it
             child = os.fork()
             if child == 0:
                 _lead(spec, me)
