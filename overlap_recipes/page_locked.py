@@ -15,6 +15,8 @@ from weakref import finalize
 
 import torch
 
+from . import host_memory
+
 
 def private_memory(nbytes: int) -> mmap.mmap:
     """Memory of this process alone, in large pages where the system has them."""
@@ -27,9 +29,9 @@ def private_memory(nbytes: int) -> mmap.mmap:
 class PageLocked:
     """``nbytes`` of host memory, zeroed, and page-locked where ``device`` is a CUDA device.
 
-    ``bytes`` is a 1-D uint8 tensor of them, ``memory`` what they are part of. The memory lives as
-    long as a tensor that uses it; its pages are locked until ``close()``, or until this object is
-    collected.
+    Until ``close()``, ``bytes`` is a 1-D uint8 tensor of them, and ``memory`` what holds it. The
+    memory lives as long as a tensor that uses it; its pages are locked until ``close()``, or until
+    this object is collected.
 
     Args:
         nbytes: how many; 0 is allowed.
@@ -53,6 +55,8 @@ class PageLocked:
     ) -> None:
         self.unlock: list[Callable[[], object]] = []
         try:
+            if allocate is private_memory:
+                host_memory.refuse_now(nbytes)
             self.memory = allocate(max(nbytes, 1))
             self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:nbytes]
             for part in self.bytes.split(piece or max(nbytes, 1)):
@@ -86,6 +90,8 @@ class PageLocked:
         self.unlock.append(finalize(self, cuda.cudaHostUnregister, address))
 
     def close(self) -> None:
-        """Unlock the pages, once."""
+        """Unlock the pages, once; the memory is the host's when no tensor uses it any more."""
         for unlock in self.unlock:
             unlock()
+        self.memory = None
+        self.bytes = None

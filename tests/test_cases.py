@@ -27,6 +27,7 @@ RIGHT = [
     ("layer_drop", "offload/ranks_apart.py", 2, ("layer_drop",)),
     ("other_seeds", "offload/ranks_apart.py", 2, ("seeds",)),
     ("gradients_before_the_check", "offload/ranks_apart.py", 2, ("gradients",)),
+    ("ranks_of_a_small_host", "offload/ranks_apart.py", 2, ("small_host",)),
     ("heads_on_ranks", "offload/heads_on_ranks.py", 2, ("heads",)),
     ("heads_of_other_shapes", "offload/heads_on_ranks.py", 2, ("shapes",)),
     ("head_of_no_rank", "offload/heads_on_ranks.py", 2, ("nobody",)),

@@ -35,6 +35,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from .. import host_memory
 from ..page_locked import PageLocked
 
 __all__ = ["ActivationOffload"]
@@ -88,23 +89,26 @@ class ActivationOffload:
         window: bytes on the device that are on their way to the host, and as many on their way
             back. A single larger storage is let through alone. What two layers save is enough.
         stay: what else stays on the device, such as a batch that you keep; parameters do anyway.
+        unified_memory: offload though the device computes in the host's memory.
 
     In bytes: ``used`` is what the pool holds after the latest forward, ``wanted`` what one without
     a limit would hold, ``peak`` the most that has been on its way, both ways together.
 
     Raises:
         ValueError: a negative budget, a window of no bytes, a device that is not the current one.
-        RuntimeError: the host cannot lock as much memory; in backward, a saved tensor was changed
-            in place while the device held it.
+        RuntimeError: the host has not, or cannot lock, as much memory, or the device shares it; in
+            backward, a saved tensor was changed in place while the device held it.
     """
 
-    def __init__(self, device, budget: int, window: int, stay=()):
+    def __init__(self, device, budget: int, window: int, stay=(), unified_memory=False):
         if budget < 0 or window <= 0:
             raise ValueError(f"budget {budget}, window {window}: pass bytes, 0 or more, 1 or more")
         self.device = torch.empty(0, device=device).device  # "cuda" is "cuda:0", say
         if self.device != torch.empty(0, device=self.device.type).device:
             first = "call torch.accelerator.set_device_index(i) first"
             raise ValueError(f"{device} is not the current device: {first}")
+        if not unified_memory:
+            host_memory.refuse_shared_with(self.device, "what autograd saves")
         self.budget = budget
         self.window = window
         self.stay = list(stay)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..host_memory import refuse_more_than_free
 from ..page_locked import private_memory
 from . import adam_in_pieces as pieces
 from .follower import Follower
 from .host_layers import HostBuffer
-from .host_memory import ranks_of_host, refuse_more_than_free
 
 BLOCK = 2**20  # parameters that a thread updates in one call
 
@@ -119,12 +119,13 @@ class HostUpdates(Follower):
         advice = "free some, or keep more layers on the device by budget="
         if len(streamed.ended) > 0:
             advice = "an earlier HostAdamW of this model is held yet: del it; or " + advice
-        copies = self.copies_of_state()
-        refuse_more_than_free(nbytes * copies, "masters and moments of layers", advice)
+        nbytes //= self.ranks_of_copy(streamed)
+        what = "masters and moments of layers"
+        refuse_more_than_free(lambda: nbytes, what, advice, streamed.group)
 
-    def copies_of_state(self) -> int:
-        """How many ranks of this host have a copy."""
-        return ranks_of_host()
+    def ranks_of_copy(self, streamed) -> int:
+        """How many ranks have one copy together."""
+        return 1
 
     def take(self, layer, steps: torch.Tensor) -> list[_Buffers]:
         """Buffers of a ``HostLayer``: gradients, weights, and new ones of masters and moments."""
@@ -360,4 +361,7 @@ class HostUpdates(Follower):
         """End the threads, and let the model stream without them."""
         self.arrivals.shutdown()
         self.workers.shutdown()
+        self.buffers = []  # and with these the memory of gradients
+        self.blocks = []
+        self.few = []
         self.streamed.follower = Follower()

@@ -150,9 +150,10 @@ class HostLayer:
         return None
 
     def close(self) -> None:
-        """Unlock the memory."""
+        """Unlock the memory; that of gradients is free where no ``parameter.grad`` lies in it."""
         for buffer in self.weights + self.gradients:
             buffer.close()
+        self.gradients = []
 
 
 def move_to_host(layers: Iterable, device: torch.device, gradient_dtype=None) -> list[HostLayer]:

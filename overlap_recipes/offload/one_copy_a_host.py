@@ -6,10 +6,12 @@ import mmap
 import os
 import time
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from ..ranks import on_all_ranks
 from . import host_adam as adam
 from . import streamed_model as streaming
 from .host_layers import HostBuffer
@@ -56,8 +58,9 @@ class SharedModel(streaming.StreamedModel):
 
     def __init__(self, model, layers: Iterable, device, host: Host, **settings) -> None:
         layers = list(layers)
-        refuse_unfit(model, layers)
+        on_all_ranks(partial(refuse_unfit, model, layers), host.everyone)
         self.host = host
+        self.group = host.everyone
         for parameter in model.parameters():
             dist.broadcast(parameter.data, 0, host.everyone if parameter.is_cpu else None)
         super().__init__(model, layers, device, **settings)
@@ -107,8 +110,8 @@ class SharedUpdates(adam.HostUpdates):
         self.done = torch.frombuffer(memory, dtype=torch.int64).view(-1, self.host.ranks)
         self.announced = [0] * layers
 
-    def copies_of_state(self) -> int:
-        return 1
+    def ranks_of_copy(self, streamed) -> int:
+        return streamed.host.ranks
 
     def announce(self, layers: Iterable[int], settings: list[dict]) -> dict:
         announced = super().announce(layers, settings)

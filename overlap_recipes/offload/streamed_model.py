@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import arguments, caches, host_memory
+from .. import host_memory
+from . import arguments, caches
 from . import layer_as_node as node
 from .layer_state import version_of
 from .streamable import refuse_shared_parameters, refuse_unfit
@@ -46,6 +47,18 @@ def _split(layers: list[nn.Module], budget: int) -> tuple[list[nn.Module], list[
         budget -= resident_bytes(lowest)
         resident.append(lowest)
     return resident, streamed
+
+
+def _bytes_to_take(layers: list[nn.Module], gradient_dtype: torch.dtype | None) -> int:
+    """Of host memory, for layers and their gradients; weights there give back what they have."""
+    files = host_memory.MappedFiles()
+    nbytes = 0
+    for parameter in nn.ModuleList(layers).parameters():
+        if not parameter.is_cpu or files.hold(parameter):
+            nbytes += parameter.nbytes
+        if parameter.requires_grad:
+            nbytes += parameter.numel() * (gradient_dtype or parameter.dtype).itemsize
+    return nbytes
 
 
 class _ResidentLayers:
@@ -144,12 +157,23 @@ class StreamedModel(StreamedLayers):
         settings: of ``StreamedLayers``.
     """
 
+    group = None  # by which ranks tell each other what they take; the job's own if None
+
     def __init__(self, model: nn.Module, layers: Iterable, device, *, budget=0, **settings) -> None:
         layers = list(layers)
-        refuse_unfit(model, layers)
         resident, streamed = _split(layers, budget)
-        refuse_shared_parameters(model, streamed)
-        self.refuse_without_room(streamed, settings.get("gradient_dtype"))
+
+        def count_bytes() -> int:
+            refuse_unfit(model, layers)
+            refuse_shared_parameters(model, streamed)
+            return _bytes_to_take(streamed, settings.get("gradient_dtype"))
+
+        host_memory.refuse_more_than_free(
+            count_bytes,
+            "weights and gradients of layers",
+            "free some, keep more layers on the device by budget=, or take a host with more",
+            self.group,
+        )
         # Before ``super().__init__``, which names layers; and ``give_back``, if that fails.
         self.model = model
         self.optimizer = None  # a ``HostAdamW``, which waits for its layers by itself
@@ -167,27 +191,6 @@ class StreamedModel(StreamedLayers):
         except BaseException:
             self.give_back()
             raise
-
-    @staticmethod
-    def refuse_without_room(layers: list[nn.Module], gradient_dtype: torch.dtype | None) -> None:
-        """Raise where the host has not the memory that layers will take, with their gradients.
-
-        Weights that are on the host give their memory back. Ranks of a host take theirs together.
-
-        Raises:
-            RuntimeError: says what to do.
-        """
-        nbytes = 0
-        for parameter in nn.ModuleList(layers).parameters():
-            if not parameter.is_cpu:
-                nbytes += parameter.nbytes
-            if parameter.requires_grad:
-                nbytes += parameter.numel() * (gradient_dtype or parameter.dtype).itemsize
-        host_memory.refuse_more_than_free(
-            nbytes * host_memory.ranks_of_host(),
-            "weights and gradients of layers",
-            "free some, keep more layers on the device by budget=, or take a host with more",
-        )
 
     def move_the_rest(self, of_layers: set[nn.Parameter]) -> None:
         """What is no weight of a streamed layer goes to the device."""

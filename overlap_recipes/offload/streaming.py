@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from .. import host_memory
 from .one_copy_a_host import Host, SharedModel
 from .streamed_model import StreamedModel
 from .weight_streaming import SLOTS
@@ -29,7 +30,8 @@ def stream_layers(
 
     ``model`` is used as before, and so are its ``parameters()``. Call ``wait()`` of what the block
     gets before something but an optimizer or ``state_dict`` reads or changes weights. Behind the
-    block the layers' weights are in ordinary host memory.
+    block the layers' weights are in ordinary host memory. All ranks of a job stream together: each
+    is told what the others of its host are about to take.
 
     Args:
         model: any module; its forward is not changed.
@@ -57,11 +59,8 @@ def stream_layers(
     """
     taken = list(layers)
     device = torch.device(device)
-    if has_unified_memory(device) and not unified_memory:
-        raise RuntimeError(
-            f"{device} shares the host's memory: a layer on the host frees none, and its copies "
-            "take time. Train the model as it is; or pass unified_memory=True, to see what it does"
-        )
+    if not unified_memory:
+        host_memory.refuse_shared_with(device, "a layer")
     settings = {"budget": budget, "slots": slots, "gradient_dtype": gradient_dtype}
     if one_copy_a_host:
         streamed = SharedModel(model, taken, device, Host(), **settings)
@@ -85,10 +84,3 @@ def close(streamed: StreamedModel, waits: bool) -> None:
             streamed.wait()
     finally:
         streamed.close()
-
-
-def has_unified_memory(device: torch.device) -> bool:
-    """Whether a GPU is part of a chip that has one memory for both, as GB10 or a Jetson."""
-    if device.type != "cuda":
-        return False
-    return bool(torch.cuda.get_device_properties(device).is_integrated)

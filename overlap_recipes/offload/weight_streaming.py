@@ -269,7 +269,12 @@ class StreamedLayers:
             begins: where its inputs enter its graph.
             pairs: where its outputs leave it, with their gradients.
             trains: whether the weights get gradients, too.
+
+        Raises:
+            RuntimeError: it is closed.
         """
+        if not self.plain:
+            raise RuntimeError("this model is closed: call backward in its block")
         if not pairs:
             return [None] * len(begins)
         with node.named(self.title(index)), self.one_thread_at_a_time():
@@ -355,11 +360,15 @@ class StreamedLayers:
             event.synchronize()
 
     def give_back(self) -> None:
-        """Let the layers run as they did before; unlock the host's memory."""
+        """Let the layers run as they did before; unlock the host's memory, and leave the slots."""
         while self.plain:
             self.plain.pop().give_back()
         for layer in self.layers:
             layer.close()
+        self.flats = []
+        self.views = []
+        self.gradient_flats = []
+        self.totals = []
 
     def close(self) -> None:
         """Wait for the device, and give everything back."""

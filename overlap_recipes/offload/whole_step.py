@@ -487,6 +487,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
                 self.streamed.wait()
         finally:
             self.host.close()
+            self.samples = []
             for hook in self.hooks:
                 hook.remove()
             self.streamed.optimizer = None

@@ -4,11 +4,11 @@
 Train what does not fit
 =======================
 
-Keep the layers of a stock model and AdamW's state in host memory, and train with your own loop:
-accumulation, clipping by the norm of **all** gradients, a schedule, checkpoints, several ranks. A
-layer comes to the device when it is needed, and the host updates it while the device computes
-others. Losses and weights are those of a run that keeps everything on the device; a GPU's Adam
-rounds differently from the host's.
+``stream_layers`` keeps the layers of a stock model in host memory, and brings each to the device
+when it is needed. ``HostAdamW`` updates them on the host while the device computes others. The loop
+stays yours: accumulation, clipping by the norm of **all** gradients, a schedule, checkpoints,
+several ranks. Losses and weights are those of a run that keeps everything on the device; a GPU's
+Adam rounds differently from the host's.
 
 .. result-gain:: offload_step
    :rows: streamed_adam streamed_adam_in_backward
@@ -47,6 +47,42 @@ streamed.
            schedule.step()
        streamed.wait()  # before weights are read (save_pretrained), or changed by anything else
 
+.. warning::
+
+   A layer's weights are on the device only while its own forward or backward runs; then their place
+   is another layer's. Code that keeps a layer's weights from there (a hook, a global, another
+   layer) and reads them later gets **another layer's weights, without an error**.
+
+.. list-table:: Per parameter of the layers, each rank
+   :header-rows: 1
+
+   * - Call
+     - Needs
+     - Keeps on the device
+     - Host memory
+   * - ``stream_layers``
+     - an optimizer
+     - weights and gradients of two layers; all that is in no layer
+     - bfloat16: 4 bytes; float32: 8 (weights, gradients; page-locked)
+   * - ``HostAdamW``
+     - cores of the host
+     - gradients and Adam's state of what is in no layer
+     - bfloat16: 12 bytes more (masters, moments); float32: 8 (moments)
+   * - ``in_backward=True``
+     - no ``max_norm``
+     - the same
+     - the same
+   * - ``budget=``
+     - bytes of the device
+     - the lowest layers as well, ``resident_bytes(layer)`` each
+     - none for these layers
+   * - ``one_copy_a_host=True``
+     - ``torchrun``, x86
+     - the same
+     - bfloat16: 2 bytes a rank (gradients), and 14 once
+
+A host that has less is refused before anything is taken; the ranks of a host are added up.
+
 ``check_first_step`` runs a batch streamed and resident. It raises if a bit of outputs, buffers or
 gradients differs, and returns False if only the order of sums does. It is optional.
 
@@ -61,7 +97,6 @@ gradients differs, and returns False if only the order of sums does. It is optio
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later on Linux, any number of ranks; CPU runs everything, a GPU overlaps it
-      * host memory: 16 bytes per parameter of the layers, for each rank, a part of it page-locked
       * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
         folder ``overlap_recipes``; this script trains a Llama of ``transformers``
 
@@ -340,8 +375,8 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Host: :math:`16\,P` bytes for :math:`P` parameters of layers, in float32 (weights, gradients, moments)
-# or bfloat16 (weights, gradients; float32 masters, moments). Weights and gradients are page-locked.
+# Host: as the table says, and once more what a save copies. The block's end gives gradients back, and
+# the optimizer Adam's state when nobody holds it any more.
 #
 # Device: 16 bytes for each other parameter; slots for two layers' weights and two layers' gradients;
 # one input per layer; what one layer saves for backward. With ``budget`` bytes more, the lowest layers
@@ -361,6 +396,8 @@ if __name__ == "__main__":
 #
 # Limits that can be silent
 # -------------------------
+# The worst stands at the top of this page. The others:
+#
 # * Code that changes weights must call ``streamed.wait()`` before and ``optimizer.reload()`` after it.
 #   ``load_state_dict()`` does both, and ``state_dict()`` waits.
 # * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
@@ -370,8 +407,6 @@ if __name__ == "__main__":
 # * Backward runs a layer again. Globals, closures and objects outside modules must not change
 #   in between. Only the first step checks this.
 # * If you change rows of a gradient through ``.data``, clipping uses the old norm.
-# * After a layer has run, other weights fill its slot. A hook, global or other layer that still reads the
-#   old ones gets wrong values.
 # * If several layers read one tensor, or a layer runs twice, the order of sums differs, and
 #   ``check_first_step`` returns False.
 #

@@ -1,12 +1,18 @@
-"""What a host has left is asked before the kernel ends the job."""
+"""What a host has left is asked before the kernel ends the job; what is closed, it has again."""
+
+import ctypes
+import gc
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from overlap_recipes.offload import HostAdamW, host_memory, stream_layers, streaming
+from overlap_recipes import host_memory
+from overlap_recipes.offload import ActivationOffload, HostAdamW, stream_layers
 
-GB = 10**9
+MB = 2**20
 
 
 def host(root, available=None, cgroup="", files=None):
@@ -27,6 +33,21 @@ FILES = {"job/memory.stat": "anon 500\ninactive_file 300\nactive_file 100\n"}
 OUTER = {"memory.max": "700", "memory.current": "650"}
 NO_LIMIT = {"job/memory.max": "max", "job/memory.current": "900"}
 FIRST_VERSION = {"memory/a/memory.limit_in_bytes": "50", "memory/a/memory.usage_in_bytes": "20"}
+OF_TWO_FOLDERS = {"memory/a/memory.stat": "inactive_file 3\ntotal_inactive_file 10\n"}
+
+
+@pytest.fixture
+def leaves(tmp_path, monkeypatch):
+    """Called with bytes: this host has a cgroup that has as many left."""
+    host(tmp_path, cgroup="0::/job\n", files=NO_LIMIT)
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+
+    def leaves(nbytes: int) -> None:
+        folder = tmp_path / "sys/fs/cgroup/job"
+        (folder / "memory.max").write_text(str(nbytes))
+        (folder / "memory.current").write_text("0")
+
+    return leaves
 
 
 @pytest.mark.parametrize(
@@ -39,11 +60,13 @@ FIRST_VERSION = {"memory/a/memory.limit_in_bytes": "50", "memory/a/memory.usage_
         ({"available": 2, "cgroup": "0::/job\n", "files": JOB | FILES | OUTER}, 50),
         ({"available": 2, "cgroup": "0::/job\n", "files": NO_LIMIT}, 2048),
         ({"available": 2, "cgroup": "3:cpu:/a\n4:memory:/a\n", "files": FIRST_VERSION}, 30),
+        ({"cgroup": "4:memory:/a\n", "files": FIRST_VERSION | OF_TWO_FOLDERS}, 40),
         ({"available": 2, "cgroup": "0::/elsewhere\n"}, 2048),
     ],
 )
 def test_the_least_of_what_is_said_counts(tmp_path, options, free):
-    assert host_memory.free_bytes(host(tmp_path, **options)) == free
+    rooms = host_memory.rooms(host(tmp_path, **options))
+    assert min((room.free for room in rooms), default=None) == free
 
 
 def model() -> nn.Sequential:
@@ -53,19 +76,30 @@ def model() -> nn.Sequential:
 LAYER = 64 * 64 + 64  # parameters
 
 
-def test_layers_that_do_not_fit_are_refused(monkeypatch):
+def test_layers_that_do_not_fit_are_refused(leaves):
     """Their gradients are new; the weights are there already."""
     three = model()
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: 3 * 2 * LAYER - 1)
-    told = "weights and gradients of layers take .* GB of host memory, and .* left.*budget"
+    leaves(3 * 2 * LAYER - 1)
+    told = r"weights and gradients of layers take .* MB of host memory, and .* MB .*/job.*budget"
     with pytest.raises(RuntimeError, match=told), stream_layers(three, list(three), "cpu"):
         pass
     with stream_layers(three, list(three)[1:], "cpu"):
         pass
 
 
+def test_weights_that_lie_in_a_file_are_counted(leaves, tmp_path):
+    """What is mapped from a file is no memory that the host gets back."""
+    large = nn.Linear(2048, 2048, bias=False)
+    weights = torch.from_file(str(tmp_path / "weights"), shared=True, size=2048 * 2048)
+    large.weight.data = weights.view(2048, 2048)
+    model = nn.Sequential(large)
+    leaves(int(1.5 * large.weight.nbytes))
+    with pytest.raises(RuntimeError, match="weights and gradients of layers take 33.6 MB"):
+        stream_layers(model, [large], "cpu").__enter__()
+
+
 @pytest.mark.parametrize("is_held", [True, False])
-def test_an_optimizer_that_does_not_fit_is_refused(monkeypatch, is_held):
+def test_an_optimizer_that_does_not_fit_is_refused(leaves, is_held):
     """It was ended by SIGKILL, where an earlier one of the model was held yet."""
     three = model()
     with stream_layers(three, list(three), "cpu") as streamed:
@@ -73,34 +107,129 @@ def test_an_optimizer_that_does_not_fit_is_refused(monkeypatch, is_held):
             pass
         if not is_held:
             del first
-        monkeypatch.setattr(host_memory, "free_bytes", lambda: 3 * 12 * LAYER - 1)
-        told = "masters and moments of layers take .* GB of host memory"
+        leaves(3 * 12 * LAYER - 1)
+        told = "masters and moments of layers take .* MB of host memory"
         if is_held:
             told += ".*an earlier HostAdamW of this model is held yet: del it"
         with pytest.raises(RuntimeError, match=told) as refused:
             HostAdamW(three.parameters(), streamed)
         assert is_held or "earlier" not in str(refused.value)
-        monkeypatch.setattr(host_memory, "free_bytes", lambda: 3 * 12 * LAYER)
+        leaves(3 * 12 * LAYER)
         with HostAdamW(three.parameters(), streamed):
             pass
 
 
-def test_ranks_of_a_host_take_its_memory_together(monkeypatch):
+def test_ranks_that_have_no_group_yet_take_a_hosts_memory_together(leaves, monkeypatch):
     three = model()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 3 * 2 * LAYER - 1)
+    leaves(2 * 3 * 2 * LAYER - 1)
     with pytest.raises(RuntimeError, match="take"), stream_layers(three, list(three), "cpu"):
         pass
 
 
+def test_a_pool_of_activations_that_does_not_fit_is_refused(leaves):
+    leaves(MB)
+    with pytest.raises(RuntimeError, match=r"1\.0 MB are left .*/job.* or pass a smaller budget"):
+        ActivationOffload("cpu", budget=2 * MB, window=1)
+
+
+def played(monkeypatch, reports: list) -> None:
+    """Ranks that report these: bytes, and rooms that they take them from."""
+    monkeypatch.setattr(host_memory, "on_all_ranks", lambda look, group: reports)
+
+
+HERE = host_memory.Room("the host", ("a",), 100)
+THERE = host_memory.Room("the host", ("b",), 100)
+LIMIT = host_memory.Room("the cgroup", ("a", 1), 70)
+
+
+@pytest.mark.parametrize(
+    ("reports", "words"),
+    [
+        ([(60, [HERE]), (60, [HERE])], "2 ranks.* of the host"),
+        ([(60, [HERE]), (60, [THERE])], None),
+        ([(60, [HERE, LIMIT]), (40, [HERE])], None),
+        ([(50, [HERE, LIMIT]), (30, [HERE, LIMIT])], "2 ranks.* of the cgroup"),
+        ([(101, [HERE]), (0, [THERE])], "of the host"),
+        ([(60, [HERE._replace(free=130)]), (60, [HERE])], "2 ranks"),
+        ([(60, []), (60, [])], None),
+    ],
+)
+def test_ranks_are_added_up_by_the_memory_that_they_share(monkeypatch, reports, words):
+    played(monkeypatch, reports)
+    if words is None:
+        host_memory.refuse_more_than_free(lambda: 0, "these", "free some")
+        return
+    with pytest.raises(RuntimeError, match=words):
+        host_memory.refuse_more_than_free(lambda: 0, "these", "free some")
+
+
+class Chip:
+    def __init__(self, **properties) -> None:
+        vars(self).update(properties)
+
+
+@pytest.mark.parametrize(
+    ("properties", "is_shared"),
+    [({"is_integrated": 1}, True), ({"is_integrated": 0}, False), ({}, False)],
+)
+def test_a_device_that_shares_the_hosts_memory_is_known(monkeypatch, properties, is_shared):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Chip(**properties))
+    assert host_memory.is_shared_with(torch.device("cuda")) is is_shared
+    assert host_memory.is_shared_with(torch.device("cpu")) is False
+
+
 def test_a_device_that_shares_the_hosts_memory_is_refused(monkeypatch):
-    """There streaming costs time and memory, and gives none."""
+    """There offload costs time and memory, and gives none."""
     three = model()
-    monkeypatch.setattr(streaming, "has_unified_memory", lambda device: True)
-    with (
-        pytest.raises(RuntimeError, match="shares the host's memory.*unified_memory=True"),
-        stream_layers(three, list(three), "cpu"),
-    ):
+    monkeypatch.setattr(host_memory, "is_shared_with", lambda device: True)
+    refused = pytest.raises(RuntimeError, match="shares the host's memory.*unified_memory=True")
+    with refused, stream_layers(three, list(three), "cpu"):
         pass
     with stream_layers(three, list(three), "cpu", unified_memory=True):
         assert torch.isfinite(three(torch.ones(2, 64).bfloat16())).all()
+    with refused:
+        ActivationOffload("cpu", budget=1, window=1)
+    ActivationOffload("cpu", budget=1, window=1, unified_memory=True).close()
+
+
+def own_bytes() -> int:
+    """Of the host's memory, by Pss; what malloc has free is given to the kernel first."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(re.search(r"Pss: +(\d+) kB", rollup).group(1))
+
+
+def large_model() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(6)]).bfloat16()
+
+
+def test_a_block_that_has_ended_gives_its_memory_back():
+    """Though the caller still has what it was given; the state of Adam, with the optimizer."""
+    six = large_model()
+    parameters = 6 * 2048 * 2048
+    small = model()
+    for each in (small, six):  # what torch itself takes is there after that
+        with stream_layers(small, list(small), "cpu"):
+            each(torch.ones(2, each[0].in_features).bfloat16()).sum().backward()
+        each.zero_grad()
+    before = own_bytes()
+    with stream_layers(six, list(six), "cpu") as streamed:
+        with HostAdamW(six.parameters(), streamed) as optimizer:
+            six(torch.ones(2, 2048).bfloat16()).sum().backward()
+            optimizer.step()
+        assert own_bytes() - before > 13 * parameters
+    after = own_bytes() - before
+    assert 12 * parameters < after < 13 * parameters, f"{after / parameters:.1f} bytes each"
+    del optimizer
+    after = own_bytes() - before
+    assert after < parameters, f"{after / parameters:.1f} bytes each are kept by {streamed}"
+
+
+def test_a_pool_that_is_closed_gives_its_memory_back():
+    before = own_bytes()
+    offload = ActivationOffload("cpu", budget=128 * MB, window=1)
+    assert own_bytes() - before > 100 * MB
+    offload.close()
+    assert own_bytes() - before < 10 * MB, f"it is kept by {offload}"

@@ -1,22 +1,28 @@
 """Two ranks that would train apart without a word: the library must say so before a step.
 
 The argument: ``layer_drop`` (wav2vec2, on by default there: each rank skips layers of its own),
-``seeds`` (each rank has made weights of its own) or ``gradients`` (one rank has some before the
-check of the first step: the other waited for it until the time-out).
+``seeds`` (each rank has made weights of its own), ``gradients`` (one rank has some before the
+check of the first step: the other waited for it until the time-out) or ``small_host`` (the late
+rank saw what the first had taken already, and counted it again: it alone was refused).
 """
 
 import sys
+import tempfile
+import time
 from contextlib import closing
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
+from overlap_recipes import host_memory
 from overlap_recipes.offload import HostAdamW, check_first_step, stream_layers
 from overlap_recipes.offload.streamed_model import StreamedModel
 
 HOST = torch.device("cpu")
+SMALL_HOST = 100_000  # bytes: more than one rank takes for moments, less than two
 
 
 def wav2vec2() -> nn.Module:
@@ -50,6 +56,35 @@ def layer_drop() -> None:
             optimizer.step()
 
 
+def small_host() -> None:
+    """Both ranks take from one cgroup, in which there is room for one; they come one by one."""
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    host_memory.ROOT = Path(folders[0])
+    cgroup = host_memory.ROOT / "sys/fs/cgroup"
+    cgroup.mkdir(parents=True, exist_ok=True)
+    (host_memory.ROOT / "proc/self").mkdir(parents=True, exist_ok=True)
+    (host_memory.ROOT / "proc/self/cgroup").write_text("0::/\n")
+    (cgroup / "memory.max").write_text(str(SMALL_HOST))
+    (cgroup / "memory.current").write_text("0")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with stream_layers(model, list(model), HOST) as streamed:
+        time.sleep(dist.get_rank())
+        try:
+            HostAdamW(model.parameters(), streamed)
+        except RuntimeError as refusal:
+            assert "moments of layers of 2 ranks take" in str(refusal), refusal
+        else:
+            raise AssertionError("two ranks took what there is of one")
+        dist.barrier()
+        (cgroup / "memory.max").write_text(str(2 * SMALL_HOST))
+        dist.barrier()
+        time.sleep(dist.get_rank())
+        with HostAdamW(model.parameters(), streamed):
+            (cgroup / "memory.current").write_text(str(SMALL_HOST))  # what this rank has taken
+
+
 def seeds() -> None:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -80,5 +115,7 @@ def gradients() -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    {"layer_drop": layer_drop, "seeds": seeds, "gradients": gradients}[sys.argv[1]]()
+    programs = {"layer_drop": layer_drop, "seeds": seeds, "gradients": gradients}
+    programs |= {"small_host": small_host}
+    programs[sys.argv[1]]()
     dist.destroy_process_group()
