@@ -161,10 +161,10 @@ class StreamedModel(StreamedLayers):
 
     def __init__(self, model: nn.Module, layers: Iterable, device, *, budget=0, **settings) -> None:
         layers = list(layers)
-        resident, streamed = _split(layers, budget)
 
         def count_bytes() -> int:
             refuse_unfit(model, layers)
+            _, streamed = _split(layers, budget)
             refuse_shared_parameters(model, streamed)
             return _bytes_to_take(streamed, settings.get("gradient_dtype"))
 
@@ -174,6 +174,7 @@ class StreamedModel(StreamedLayers):
             "free some, keep more layers on the device by budget=, or take a host with more",
             self.group,
         )
+        resident, streamed = _split(layers, budget)
         # Before ``super().__init__``, which names layers; and ``give_back``, if that fails.
         self.model = model
         self.optimizer = None  # a ``HostAdamW``, which waits for its layers by itself

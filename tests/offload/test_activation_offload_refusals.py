@@ -114,7 +114,7 @@ def test_a_device_that_is_not_the_current_one_is_refused(recipe, monkeypatch, na
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     told = r"cuda:1 is not the current device: call torch\.accelerator\.set_device_index\(i\) first"
     with pytest.raises(ValueError, match=told) if refused else nullcontext():
-        offload = recipe.ActivationOffload(torch.device(named), 0, 1)
+        offload = recipe.ActivationOffload(torch.device(named), 0, 1, unified_memory=True)
         assert offload.device == torch.device("cuda:0")
 
 

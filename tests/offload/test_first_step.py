@@ -171,14 +171,12 @@ def test_what_differs_on_one_rank_is_raised_on_all(monkeypatch):
         found[0] = mine
         found[1] = ranks._failed(AssertionError("buffer b"))
 
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
     model = Stack()
-    with (
-        stream_layers(model, model.layers, CPU) as streamed,
-        pytest.raises(AssertionError, match="rank 1: AssertionError: buffer b"),
-    ):
-        check(streamed)
+    with stream_layers(model, model.layers, CPU) as streamed:
+        monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+        monkeypatch.setattr(dist, "all_gather_object", gather)
+        with pytest.raises(AssertionError, match="rank 1: AssertionError: buffer b"):
+            check(streamed)
 
 
 class Shared(nn.Module):
