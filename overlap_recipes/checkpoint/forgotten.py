@@ -27,7 +27,8 @@ class Forgotten:
         self._has_looked = False
         self._has_warned_of_gradients = False
         self._given = {id(optimizer) for optimizer in state.optimizers}
-        self._has_stepped = False  # whether an optimizer of the state has
+        self._has_stepped = False  # whether an optimizer of the state has since the last save
+        self._places: list[tuple] = []  # of its loaders, at the last save
         self._others: dict[int, torch.optim.Optimizer] = {}  # that have stepped since the last save
         self._warned_of: set[str] = set()
 
@@ -47,6 +48,10 @@ class Forgotten:
             self._has_stepped = True
         else:
             self._others[id(optimizer)] = optimizer
+
+    def count_from_here(self) -> None:
+        """After a save: for its state, torch steps an optimizer that has none."""
+        self._has_stepped = False
 
     def look(self, step: int) -> None:
         """Before the save of ``step``."""
@@ -118,18 +123,34 @@ class Forgotten:
         return any(optimizer.state is given.state for given in self._state.optimizers)
 
     def _look_for_loaders(self) -> None:
-        """Warn of a loader that gives the loop no batches, as the one before it was prepared."""
+        """Warn of a loader that gives the loop no batches, or no more."""
+        loaders = []
+        for item in each_of(self._state.per_rank.values()):
+            if isinstance(item, LoaderInPass):
+                loaders.append(item)
+        places = [loader.place() for loader in loaders]
+        is_where_it_was = places == self._places
+        self._places = places
         if not self._has_stepped:
             return
-        for item in each_of(self._state.per_rank.values()):
-            is_unused = isinstance(item, LoaderInPass) and not item.has_begun
-            if is_unused and item.name not in self._warned_of:
-                self._warned_of.add(item.name)
+        for loader in loaders:
+            if loader.name in self._warned_of:
+                continue
+            if not loader.has_begun:
+                self._warned_of.add(loader.name)
                 LOG.warning(
                     "%s: the loop has trained, and taken no batch of this loader: a job that "
                     "resumes would begin its data again. Give TrainingState the loader that the "
                     "loop uses: what accelerator.prepare returns",
-                    item.name,
+                    loader.name,
+                )
+            elif is_where_it_was:
+                self._warned_of.add(loader.name)
+                LOG.warning(
+                    "%s: the loop has trained since the last save, and taken no batch of this "
+                    "loader: a job that resumes would go on with the data from there. A loader "
+                    "that is made again for each pass is in no checkpoint: keep one",
+                    loader.name,
                 )
 
 

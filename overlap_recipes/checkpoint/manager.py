@@ -256,6 +256,8 @@ class CheckpointManager:
             self.latest = self.saves.latest
             self.latest_step = number
             raise
+        finally:
+            self.forgotten.count_from_here()
         self.latest_step = number
         return self.latest
 

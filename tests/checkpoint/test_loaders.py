@@ -4,12 +4,14 @@ import gc
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from overlap_recipes.checkpoint import CheckpointManager, TrainingState
 
@@ -55,6 +57,80 @@ class Noisy(Dataset):
         return SAMPLES[number] + torch.rand(4)
 
 
+class Counting(Lazy):
+    """Its order is of a count of its own, as ``DistributedSampler``'s of ``set_epoch``."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(len(SAMPLES)))
+        random.Random(self.epoch).shuffle(order)
+        self.epoch += 1
+        yield from order
+
+
+class OwnNumbers(Lazy):
+    def __init__(self, numbers: object) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.numbers, torch.Generator):
+            yield from torch.randperm(len(SAMPLES), generator=self.numbers).tolist()
+        else:
+            yield from self.numbers.permutation(len(SAMPLES)).tolist()
+
+
+class OneByOne(Lazy):
+    """Draws from torch's numbers, as the model's dropout does."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(len(SAMPLES)):
+            yield int(torch.randint(len(SAMPLES), ()))
+
+
+class CountingStream(IterableDataset):
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = list(Counting.__iter__(self))
+        yield from SAMPLES[order]
+
+
+class StreamOneByOne(IterableDataset):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from (SAMPLES[number] for number in OneByOne())
+
+
+class Doubling:
+    """A loader in one of a job's own, as those that copy batches to a device ahead."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for batch in self.inner:
+            yield 2 * batch
+
+    def state_dict(self) -> dict:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.inner.load_state_dict(state)
+
+
+class CountingLoader(stateful.StatefulDataLoader):
+    def __init__(self, *args: object, **settings: object) -> None:
+        super().__init__(*args, **settings)
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        random.seed(self.epoch)
+        self.epoch += 1
+        return super().__iter__()
+
+
 def loader(data: object = SAMPLES, batch_size: int = 4, **settings: object):
     return stateful.StatefulDataLoader(data, batch_size, **settings)
 
@@ -86,6 +162,18 @@ LOADERS = {
     "workers": lambda: loader(sampler=Lazy(), num_workers=1),
     "of accelerate": of_accelerate,
 }
+IN_THE_SECOND_PASS = {
+    "a sampler that counts": lambda: loader(sampler=Counting()),
+    "a sampler that counts, with workers that persist": lambda: loader(
+        sampler=Counting(), num_workers=1, persistent_workers=True
+    ),
+    "a generator of its own": lambda: loader(sampler=OwnNumbers(torch.Generator())),
+    "NumPy's of its own": lambda: loader(sampler=OwnNumbers(np.random.default_rng(3))),
+    "a stream that counts": lambda: loader(CountingStream()),
+    "a loader that counts": lambda: CountingLoader(SAMPLES, 4, sampler=Lazy()),
+    "a loader inside another": lambda: Doubling(loader(sampler=Lazy())),
+    "noise in a loader inside another": lambda: Doubling(loader(Noisy(), shuffle=True)),
+}
 
 
 def run(root: Path, make: Callable, steps: int, save_at: int, seed: int) -> list[float]:
@@ -110,7 +198,7 @@ def run(root: Path, make: Callable, steps: int, save_at: int, seed: int) -> list
                     own.save(step)
                 if step == steps:
                     break
-    data._iterator = None  # its workers end
+    getattr(data, "inner", data)._iterator = None  # its workers end
     return losses
 
 
@@ -122,6 +210,131 @@ def test_a_job_that_resumes_in_a_pass_has_the_batches_and_the_dropout_of_one_wit
     whole = run(tmp_path / "whole", make, STEPS, 5, seed=0)
     run(tmp_path / "parted", make, 5, 5, seed=0)
     assert run(tmp_path / "parted", make, STEPS, 0, seed=1) == whole[5:]
+
+
+@pytest.mark.parametrize("kind", IN_THE_SECOND_PASS)
+@pytest.mark.parametrize("save_at", [8, 12])  # in the pass, at its end
+def test_what_a_pass_goes_by_comes_back(tmp_path: Path, kind: str, save_at: int) -> None:
+    make = IN_THE_SECOND_PASS[kind]
+    whole = run(tmp_path / "whole", make, STEPS, save_at, seed=0)
+    run(tmp_path / "parted", make, save_at, save_at, seed=0)
+    assert run(tmp_path / "parted", make, STEPS, 0, seed=1) == whole[save_at:]
+
+
+def epochs(root: Path, first_epoch: Callable, steps: int, save_at: int) -> list:
+    """The batches of a loop that sets the epoch of ``DistributedSampler`` from ``first_epoch``."""
+    sampler = DistributedSampler(SAMPLES, 1, 0)
+    data = loader(sampler=sampler)
+    seen = []
+    with CheckpointManager(root, TrainingState(nn.Linear(1, 1), per_rank={"data": data})) as own:
+        step = own.resume()
+        for epoch in count(first_epoch(step)):
+            sampler.set_epoch(epoch)
+            for batch in data:
+                seen.append(batch[:, 0].tolist())
+                step += 1
+                if step == save_at:
+                    own.save(step)
+                if step == steps:
+                    return seen
+
+
+@pytest.mark.parametrize("save_at", [3, 6, 8, 12])
+def test_an_epoch_that_is_set_by_the_step_begins_with_its_first_batch(
+    tmp_path: Path, save_at: int
+) -> None:
+    whole = epochs(tmp_path / "whole", lambda step: step // 6, STEPS + 6, save_at)
+    epochs(tmp_path / "parted", lambda step: step // 6, save_at, save_at)
+    rest = epochs(tmp_path / "parted", lambda step: step // 6, STEPS + 6, 0)
+    assert rest == whole[save_at:]
+
+
+@pytest.mark.parametrize("save_at", [8, 12])
+def test_an_epoch_that_begins_at_0_again_is_refused(tmp_path: Path, save_at: int) -> None:
+    epochs(tmp_path, lambda step: 0, save_at, save_at)
+    with pytest.raises(ValueError, match="epoch of DistributedSampler is 0, and was 1 when"):
+        epochs(tmp_path, lambda step: 0, STEPS, 0)
+
+
+def test_an_iterator_of_before_the_resume_gives_no_batch(tmp_path: Path) -> None:
+    for expected in (0, 3):
+        data = loader(shuffle=True)
+        batches = iter(data)
+        next(batches)
+        state = TrainingState(nn.Linear(4, 4), per_rank={"data": data})
+        with CheckpointManager(tmp_path, state, grace_s=None) as own:
+            assert own.resume() == expected
+            if expected:
+                with pytest.raises(RuntimeError, match="Call iter.loader. after resume"):
+                    next(batches)
+                assert len(list(data)) == 5
+            else:
+                own.save(3)
+
+
+@pytest.mark.parametrize(("saved", "here"), [(0, 1), (1, 2)])
+def test_another_number_of_workers_is_refused(saved: int, here: int) -> None:
+    states = []
+    for workers in (saved, here):
+        data = loader(num_workers=workers)
+        states.append(TrainingState(nn.Linear(4, 4), per_rank={"data": data}).per_rank["data"])
+    with pytest.raises(ValueError, match=f"saved with {saved} workers, and has {here} here"):
+        states[1].load_state_dict(states[0].state_dict())
+
+
+def test_a_pass_within_a_pass_of_one_loader_is_refused() -> None:
+    data = loader()
+    state = TrainingState(nn.Linear(4, 4), per_rank={"data": data})
+    outer = iter(data)
+    next(outer)
+    assert len(list(data)) == 6
+    with pytest.raises(RuntimeError, match="another pass of this loader has begun since"):
+        next(outer)
+    del state
+
+
+def test_an_order_that_is_drawn_between_the_models_numbers_is_refused_at_the_first_save(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(RuntimeError, match="OneByOne draws random numbers .* in the middle"):
+        run(tmp_path, lambda: loader(sampler=OneByOne()), 4, 3, seed=0)
+
+
+def test_a_stream_that_draws_between_the_models_numbers_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path / "alone", lambda: loader(Shuffled()), 4, 3, seed=0)
+    assert "as it goes" not in caplog.text
+    run(tmp_path, lambda: loader(StreamOneByOne()), 4, 3, seed=0)
+    assert caplog.text.count("StreamOneByOne draws random numbers of the job as it goes") == 1
+
+
+def test_a_graph_of_nodes_whose_order_is_in_no_state_is_refused() -> None:
+    nodes = pytest.importorskip("torchdata.nodes")
+    sampler = torch.utils.data.RandomSampler(SAMPLES)
+    graph = nodes.Prefetcher(nodes.Batcher(nodes.SamplerWrapper(sampler), 4), 2)
+    with pytest.raises(TypeError, match="RandomSampler draws another order"):
+        TrainingState(nn.Linear(4, 4), per_rank={"data": nodes.Loader(graph)})
+
+
+def test_a_loader_that_the_loop_makes_anew_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = loader()
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = TrainingState(model, optimizer, per_rank={"data": data})
+    with CheckpointManager(tmp_path, state, grace_s=None) as own:
+        step = 0
+        for batches in (data, loader()):
+            for batch in batches:
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+                if step % 3 == 0:
+                    own.save(step)
+                    assert ("since the last save, and taken no" in caplog.text) == (step > 6)
 
 
 def test_a_sampler_whose_order_is_in_no_state_is_refused_at_the_first_save(

@@ -369,7 +369,7 @@ def test_a_loader_of_a_stream_is_taken() -> None:
 def test_a_shuffled_loader_that_would_draw_another_order_is_refused(kind: str) -> None:
     whole, again = order_behind_a_restart(kind)
     assert whole != again
-    with pytest.raises(TypeError, match="data is a DataLoader whose RandomSampler draws another"):
+    with pytest.raises(TypeError, match="data is a loader whose RandomSampler draws another"):
         TrainingState(nn.Linear(2, 2), per_rank={"data": shuffled_by(kind)})
 
 

@@ -2,16 +2,15 @@
 # Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/items.py
 """What a name of ``TrainingState`` may stand for."""
 
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
-import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from .loaders import LoaderInPass
+from .loaders import LoaderInPass, has_loader_inside
+from .random_numbers import as_generator
+from .samplers import refuse_without_a_state, samplers_of_nodes
 
 
 def as_stateful(name: str, item: object) -> Stateful:
@@ -25,13 +24,15 @@ def as_stateful(name: str, item: object) -> Stateful:
         return _Several(items)
     if isinstance(item, dict):
         return _Values(name, item)
-    generator = _as_generator(item)
+    generator = as_generator(item)
     if generator is not None:
         return generator
-    if isinstance(item, DataLoader):
+    if isinstance(item, DataLoader) or has_loader_inside(item):
         return LoaderInPass(name, item)
     if not isinstance(item, Stateful):
         raise TypeError(f"{name} has no state_dict and load_state_dict; a dict of values would do")
+    for sampler in samplers_of_nodes(item):
+        refuse_without_a_state(name, sampler)
     return item
 
 
@@ -74,42 +75,11 @@ def _refuse_objects(name: str, value: object) -> None:
     elif isinstance(value, (list, tuple)):
         for number, inner in enumerate(value):
             _refuse_objects(f"{name}[{number}]", inner)
-    elif isinstance(value, Stateful) or _as_generator(value) is not None:
+    elif isinstance(value, Stateful) or as_generator(value) is not None:
         raise TypeError(
             f"{name} is a {type(value).__name__}: a load would put another one into the dict, and "
             "what holds this one would not know. Give it by a name of its own"
         )
-
-
-class _Generator:
-    """A source of random numbers of the job's own."""
-
-    def __init__(self, read: Callable[[], object], write: Callable[[object], None]) -> None:
-        self._read = read
-        self._write = write
-
-    def state_dict(self) -> dict:
-        return {"numbers": self._read()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self._write(state["numbers"])
-
-
-def _as_generator(item: object) -> _Generator | None:
-    """The state of ``item``, if it is a generator of torch, Python or NumPy."""
-    if isinstance(item, torch.Generator):
-        return _Generator(item.get_state, item.set_state)
-    if isinstance(item, random.Random):
-        return _Generator(item.getstate, item.setstate)
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(item, numpy.random.RandomState):
-        return _Generator(item.get_state, item.set_state)
-    if isinstance(item, numpy.random.Generator):
-        bits = item.bit_generator
-        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return None
 
 
 def each_of(items: Iterable[Stateful]) -> Iterator[Stateful]:

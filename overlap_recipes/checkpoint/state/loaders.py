@@ -3,96 +3,121 @@
 """A loader's place in its data, and the random numbers of its pass."""
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator
-from functools import cache
 from inspect import isgeneratorfunction
 from itertools import chain, islice
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from .random_numbers import has_drawn_more_than_a_seed, numbers_of_host, set_numbers_of_host
+from .samplers import OwnCounts, draws_by_own_code, innermost_sampler, refuse_without_a_state
+from .telling import end_pass, has_begun, listen, watch
 
 LOG = logging.getLogger(__name__)
 _KEY = "overlap_recipes.pass"  # in the state of a loader
-
-# who is told of the passes of a loader; private by name: ``_get_iterator``, ``_iterator``
-_LISTENERS: "weakref.WeakKeyDictionary[DataLoader, list[weakref.ref[LoaderInPass]]]"
-_LISTENERS = weakref.WeakKeyDictionary()
 
 
 class LoaderInPass:
     """A loader that knows where it is, with the random numbers from which its pass began.
 
     The order of a sampler, the seeds of the workers and what a dataset draws come from them. A pass
-    that goes on after a load begins with them again, and leaves the job's own as they are.
+    that goes on after a load begins with them again, and leaves the job's own as they are. So it
+    does with what ``OwnCounts`` reads.
 
     As long as this object lives, the loader is of a subclass of its class, which tells when a pass
     begins. A copy of the loader, and what is unpickled, is of the class itself, and has nothing to
     do with this object.
 
+    Args:
+        item: the loader, or what has a state and hands on the batches of one.
+
     Raises:
         TypeError: the loader does not know where it is, or draws an order that is in no state.
     """
 
-    def __init__(self, name: str, item: DataLoader) -> None:
-        loader = getattr(item, "base_dataloader", item)  # accelerate's has the methods, no state
+    def __init__(self, name: str, item: DataLoader | Stateful) -> None:
+        loader = _loader_of(item)
         if not isinstance(loader, Stateful):
             raise TypeError(
                 f"{name} is a DataLoader that does not know where it is: use torchdata's "
                 "StatefulDataLoader, or skip batches yourself; accelerate has "
                 "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)"
             )
-        sampler = _innermost_sampler(loader)
-        if _draws_without_a_state(sampler):
-            raise TypeError(
-                f"{name} is a DataLoader whose {type(sampler).__name__} draws another order after "
-                "a restart: what it has drawn is in no state. Use "
-                "StatefulDataLoader(shuffle=True), or a sampler with a seed (accelerate: "
-                "DataLoaderConfiguration(use_seedable_sampler=True))"
-            )
+        sampler = innermost_sampler(loader)
+        refuse_without_a_state(name, sampler)
         self.name = name
         self.item = item
         self.sampler = type(sampler).__name__
         has_sampler = not isinstance(loader.dataset, IterableDataset)
         self.draws_at_once = has_sampler and not isgeneratorfunction(type(sampler).__iter__)
-        self.order_is_unknown = False
+        self.own_counts = OwnCounts(loader)
+        self.lost_order = ""  # why the order of the samples is in no state, in words
+        self.passes = 0  # that have begun
         self.began: dict | None = None  # with which numbers; None: before this object was made
         self.began_by_reset = False  # workers that persist begin another pass, and no iterator does
+        self.counts: dict = {}  # with which the pass began, or will
+        self.counts_of_loop: dict | None = None  # when it has asked for a pass that has not begun
         self.goes_on = False  # whether a load has given the pass that comes next
-        self.has_begun = _has_begun(loader)  # whether the job has taken batches since the last load
+        self.has_begun = has_begun(loader)  # whether the job has taken batches since the last load
         _warn_of_workers_that_persist(name, loader)
-        _listen(loader, self)
+        listen(loader, self)
         if hasattr(item, "load_state_dicts"):
             self.load_state_dicts = item.load_state_dicts
 
+    def place(self) -> tuple:
+        """Where the loop is in the data: another one as soon as it has taken a batch."""
+        iterator = getattr(self._loader, "_iterator", None)
+        return self.passes, getattr(iterator, "_num_yielded", 0)
+
     # -- told by the loader -----------------------------------------------------------------------
+
+    def ask_for_pass(self, loader: DataLoader) -> None:
+        self.has_begun = True
+        self.counts_of_loop = self._counts()
 
     def make_iterator(self, loader: DataLoader, make: Callable[[], Iterator]) -> Iterator:
         """Make the iterator of a pass by ``make``: of a new one, or of that which a load gave."""
+        counts = self._take_counts()
         if self.goes_on:
             self.goes_on = False
-            return self._go_on(loader, make)
-        return self._begin(make)
+            iterator = self._go_on(loader, make, counts)
+        else:
+            iterator = self._begin(make, counts)
+        self._watch(loader, iterator)
+        return iterator
 
-    def _begin(self, make: Callable[[], Iterator]) -> Iterator:
+    def _take_counts(self) -> dict:
+        """Those with which the loop has asked for the pass that begins now."""
+        counts = self._counts() if self.counts_of_loop is None else self.counts_of_loop
+        self.counts_of_loop = None
+        return counts
+
+    def _begin(self, make: Callable[[], Iterator], counts: dict) -> Iterator:
         """Begin a pass with the job's numbers, and note them."""
+        self.counts = counts
         of_job = self._numbers()
+        self.passes += 1
         self.began = of_job
         self.began_by_reset = False
         iterator = make()
         if self.draws_at_once and has_drawn_more_than_a_seed(of_job):
-            self.order_is_unknown = True
+            self.lost_order = (
+                f"what {self.sampler} draws in iter() is in no state, so a job that resumes would "
+                "have another order: make its __iter__ a generator (yield from ...), or let it "
+                "draw from a seed and its epoch"
+            )
         return iterator
 
-    def _go_on(self, loader: DataLoader, make: Callable[[], Iterator]) -> Iterator:
+    def _go_on(self, loader: DataLoader, make: Callable[[], Iterator], of_loop: dict) -> Iterator:
         """Go on with the pass of the save, from the numbers with which that had begun.
 
         The job's own are afterwards what they were.
         """
         of_job = self._numbers()
+        before = self._counts()
+        other_epochs = self.own_counts.other_epochs(of_loop, self.counts)
         generator = loader.generator
         try:
             if self.began is not None:
@@ -110,24 +135,59 @@ class LoaderInPass:
             self.began = of_job
             if _is_of_accelerate(self.item):  # a sampler that has ended counts its passes itself
                 self.item.set_epoch(self.item.iteration)
+        if other_epochs:  # the loop has set them
+            is_at_end = has_ended or _has_given_all(iterator, loader)
+            if not is_at_end or min(other_epochs.values()) < 0:
+                raise ValueError(
+                    f"{self.name}: {'; '.join(other_epochs)} when the pass began that the "
+                    "checkpoint is in: what is left of it would have another order. Set it as it "
+                    f"was, or begin the data again: resume(skip=['{self.name}'])"
+                )
+            self.own_counts.write(before)
+            if not has_ended:
+                return self._begin(make, of_loop)
+        elif has_ended:
+            self.own_counts.write(before)
         return iterator
 
     def reset_iterator(self, reset: Callable[[], Iterator]) -> Iterator:
         """Begin another pass of an iterator whose workers persist."""
+        self.passes += 1
+        self.counts = self._take_counts()
         self.began = self._numbers()
         self.began_by_reset = True
         return reset()
+
+    def _watch(self, loader: DataLoader, iterator: Iterator) -> None:
+        """Notice what is drawn in the middle of a pass: a pass that goes on draws it at once."""
+        if isinstance(loader.dataset, IterableDataset):
+            if loader.num_workers == 0 and not isinstance(loader.dataset, Stateful):
+                watch(iterator, "_next_data", "_num_yielded", self._warn_of_stream)
+        elif draws_by_own_code(loader):
+            watch(iterator, "_next_index", "_sampler_iter_yielded", self._lose_order)
+
+    def _lose_order(self) -> None:
+        self.lost_order = (
+            f"{self.sampler} draws random numbers of the job in the middle of a pass, between "
+            "those of the model, so a job that resumes would have another order: let it draw all "
+            "when the pass begins, or from a generator of its own"
+        )
+
+    def _warn_of_stream(self) -> None:
+        LOG.warning(
+            "%s: %s draws random numbers of the job as it goes, between those of the model, and "
+            "has no state. If they make the order, a job that resumes has another one: let it draw "
+            "from a generator of its own, or give it state_dict and load_state_dict",
+            self.name,
+            type(self._loader.dataset).__name__,
+        )
 
     # -- told by the job --------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
         state = self.item.state_dict()  # may make an iterator
-        if self.order_is_unknown:
-            raise ValueError(
-                f"{self.name}: what {self.sampler} draws in iter() is in no state, so a job that "
-                "resumes would have another order: make its __iter__ a generator (yield from ...), "
-                "or let it draw from a seed and its epoch"
-            )
+        if self.lost_order:
+            raise ValueError(f"{self.name}: {self.lost_order}")
         if not isinstance(state, dict):
             return state
         of_pass = {
@@ -135,6 +195,9 @@ class LoaderInPass:
             "by_reset": self.began_by_reset,
             "now": self._numbers().get("generator"),
             "iteration": _next_iteration(self.item, state),
+            "counts": self.counts,
+            "counts_now": self._counts(),
+            "workers": self._loader.num_workers,
         }
         return {**state, _KEY: of_pass}
 
@@ -143,11 +206,23 @@ class LoaderInPass:
         if isinstance(state, dict):
             of_pass = state.get(_KEY, {})  # not in checkpoints of earlier versions
             state = {key: value for key, value in state.items() if key != _KEY}
+        workers = self._loader.num_workers
+        if of_pass.get("workers", workers) != workers:
+            raise ValueError(
+                f"{self.name} was saved with {of_pass['workers']} workers, and has {workers} here: "
+                "its place is one of theirs. Set num_workers as it was, or begin the data again: "
+                f"resume(skip=['{self.name}'])"
+            )
+        end_pass(self._loader, "a checkpoint has been loaded since")
         self.item.load_state_dict(state)
         self.goes_on = True
         self.has_begun = False
         self.began = of_pass.get("began")
         self.began_by_reset = of_pass.get("by_reset", False)
+        has_ended = isinstance(state, dict) and state.get("_iterator_finished", False)
+        self.counts = of_pass.get("counts_now" if has_ended else "counts", {})
+        self.counts_of_loop = None
+        self.own_counts.write(self.counts)
         if of_pass.get("iteration") is not None:
             self.item.iteration = of_pass["iteration"]
         generator = self._loader.generator
@@ -156,7 +231,11 @@ class LoaderInPass:
 
     @property
     def _loader(self) -> DataLoader:
-        return getattr(self.item, "base_dataloader", self.item)
+        return _loader_of(self.item)
+
+    def _counts(self) -> dict:
+        """Those of accelerate's loaders are its ``iteration``."""
+        return {} if _is_of_accelerate(self.item) else self.own_counts.read()
 
     def _numbers(self) -> dict:
         numbers = numbers_of_host()
@@ -172,6 +251,35 @@ class LoaderInPass:
             generator.set_state(numbers["generator"])
 
 
+def _loader_of(item: object) -> object:
+    """The one that gives the batches; accelerate's has the methods of a state, and no state."""
+    if isinstance(item, DataLoader):
+        return getattr(item, "base_dataloader", item)
+    return _loaders_inside(item)[0]
+
+
+def has_loader_inside(item: object) -> bool:
+    """Whether ``item`` has a state, and hands on what one loader with a state gives."""
+    return isinstance(item, Stateful) and len(_loaders_inside(item)) == 1
+
+
+def _loaders_inside(item: object) -> list[DataLoader]:
+    found = []
+    for value in getattr(item, "__dict__", {}).values():
+        if isinstance(value, DataLoader):
+            inner = getattr(value, "base_dataloader", value)
+            if isinstance(inner, Stateful):
+                found.append(inner)
+    return found
+
+
+def _has_given_all(iterator: Iterator, loader: DataLoader) -> bool:
+    try:
+        return iterator._num_yielded >= len(loader)
+    except TypeError:  # a stream's length is unknown
+        return False
+
+
 def _next_iteration(item: DataLoader, state: dict) -> int | None:
     """The number of the pass that a prepared loader of accelerate orders by, which it saves not."""
     if not _is_of_accelerate(item):
@@ -181,12 +289,6 @@ def _next_iteration(item: DataLoader, state: dict) -> int | None:
 
 def _is_of_accelerate(item: DataLoader) -> bool:
     return hasattr(item, "base_dataloader") and hasattr(item, "iteration")
-
-
-def _has_begun(loader: DataLoader) -> bool:
-    """Whether somebody has asked for its batches."""
-    iterator = getattr(loader, "_iterator", None)
-    return iterator is not None and not getattr(loader, "_initial_iter_for_state_dict", False)
 
 
 def _warn_of_workers_that_persist(name: str, loader: DataLoader) -> None:
@@ -208,95 +310,3 @@ def _draw_first(iterator: Iterator) -> None:
     if isinstance(rest, islice):
         first = list(islice(rest, 1))
         iterator._sampler_iter = chain(first, rest)
-
-
-def _innermost_sampler(loader: DataLoader) -> object:
-    """What gives the order of the samples, below all that makes batches of them."""
-    found: object = loader
-    while True:
-        inner = getattr(found, "batch_sampler", None)
-        if inner is None:
-            inner = getattr(found, "sampler", None)
-        if inner is None:
-            return found
-        found = inner
-
-
-def _draws_without_a_state(sampler: object) -> bool:
-    """Whether it is one of PyTorch's own samplers that draw; torchdata's RandomSampler is not."""
-    is_torchs_own = type(sampler).__module__ == RandomSampler.__module__
-    return is_torchs_own and not isinstance(sampler, SequentialSampler)
-
-
-# -- a loader that tells when a pass begins ---------------------------------------------------
-
-
-def _listen(loader: DataLoader, listener: LoaderInPass) -> None:
-    """Tell ``listener`` of the passes of ``loader``, as long as both live."""
-    if loader not in _LISTENERS:
-        _LISTENERS[loader] = []
-        loader.__class__ = _telling(type(loader))
-    reference = weakref.ref(listener)
-    _LISTENERS[loader].append(reference)
-    end = weakref.finalize(listener, _forget, weakref.ref(loader), reference)
-    end.atexit = False
-
-
-def _forget(loader: weakref.ref, reference: weakref.ref) -> None:
-    """Take the loader's own class again, when nobody listens any more."""
-    alive = loader()
-    if alive is None:
-        return
-    listeners = _LISTENERS[alive]
-    listeners.remove(reference)
-    if not listeners:
-        del _LISTENERS[alive]
-        alive.__class__ = type(alive).__bases__[0]
-
-
-def _listeners_of(loader: DataLoader) -> list[LoaderInPass]:
-    found = [reference() for reference in _LISTENERS.get(loader, [])]
-    return [listener for listener in found if listener is not None]
-
-
-@cache
-def _telling(cls: type) -> type:
-    """A subclass of a loader's class ``cls``, of which no copy and no pickle is."""
-
-    class Telling(cls):
-        def _get_iterator(self) -> Iterator:
-            make = super()._get_iterator
-            for listener in _listeners_of(self):
-                make = _made_by(listener, self, make)
-            return make()
-
-        def __iter__(self) -> Iterator:
-            listeners = _listeners_of(self)
-            for listener in listeners:
-                listener.has_begun = True
-            begin = super().__iter__
-            persists = self.persistent_workers and self.num_workers > 0
-            if persists and _has_begun(self):
-                for listener in listeners:
-                    begin = _reset_by(listener, begin)
-            return begin()
-
-        def __reduce_ex__(self, protocol: int) -> tuple:
-            make, arguments, *rest = super().__reduce_ex__(1)  # names the class as an argument
-            of_own_class = [cls if each is type(self) else each for each in arguments]
-            return (make, tuple(of_own_class), *rest)
-
-    Telling.__name__ = cls.__name__
-    Telling.__qualname__ = cls.__qualname__
-    Telling.__module__ = cls.__module__
-    return Telling
-
-
-def _made_by(
-    listener: LoaderInPass, loader: DataLoader, make: Callable[[], Iterator]
-) -> Callable[[], Iterator]:
-    return lambda: listener.make_iterator(loader, make)
-
-
-def _reset_by(listener: LoaderInPass, reset: Callable[[], Iterator]) -> Callable[[], Iterator]:
-    return lambda: listener.reset_iterator(reset)

@@ -7,6 +7,7 @@ import logging
 import random
 import sys
 import weakref
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -79,15 +80,24 @@ def set_numbers_of_host(state: dict) -> None:
         torch.set_rng_state(state["host"])
 
 
+def drawn_between(before: dict, after: dict) -> set[str]:
+    """From which of them random numbers were drawn between two of ``numbers_of_host``."""
+    found = set()
+    if after["python"] != before["python"]:
+        found.add("python")
+    if "numpy" in before and _value_of_numpy(after) != _value_of_numpy(before):
+        found.add("numpy")
+    if not torch.equal(after["host"], before["host"]):
+        found.add("host")
+    return found
+
+
 def has_drawn_more_than_a_seed(before: dict) -> bool:
     """Whether random numbers were drawn since ``before``, but for what a loader draws itself."""
     after = numbers_of_host()
-    if after["python"] != before["python"]:
-        return True
-    if "numpy" in before and _value_of_numpy(after) != _value_of_numpy(before):
-        return True
-    if torch.equal(after["host"], before["host"]):
-        return False
+    drawn = drawn_between(before, after)
+    if drawn != {"host"}:
+        return bool(drawn)
     torch.set_rng_state(before["host"])
     torch.empty((), dtype=torch.int64).random_()  # as ``DataLoader`` draws the seed of workers
     of_seed = torch.get_rng_state()
@@ -98,3 +108,37 @@ def has_drawn_more_than_a_seed(before: dict) -> bool:
 def _value_of_numpy(numbers: dict) -> tuple:
     kind, keys, *position = numbers["numpy"]
     return kind, keys.tobytes(), *position
+
+
+# -- generators of a job's own ----------------------------------------------------------------
+
+
+class OwnGenerator:
+    """A source of random numbers of the job's own."""
+
+    def __init__(self, read: Callable[[], object], write: Callable[[object], None]) -> None:
+        self._read = read
+        self._write = write
+
+    def state_dict(self) -> dict:
+        return {"numbers": self._read()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._write(state["numbers"])
+
+
+def as_generator(item: object) -> OwnGenerator | None:
+    """The state of ``item``, if it is a generator of torch, Python or NumPy."""
+    if isinstance(item, torch.Generator):
+        return OwnGenerator(item.get_state, item.set_state)
+    if isinstance(item, random.Random):
+        return OwnGenerator(item.getstate, item.setstate)
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(item, numpy.random.RandomState):
+        return OwnGenerator(item.get_state, item.set_state)
+    if isinstance(item, numpy.random.Generator):
+        bits = item.bit_generator
+        return OwnGenerator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return None

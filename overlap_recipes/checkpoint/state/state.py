@@ -64,9 +64,12 @@ class TrainingState(Stateful):
             order of its samples, and draws none of the job's random numbers; those of its workers
             begin again, from the same seeds. As long as this object lives, such a loader is of a
             subclass of its class, which tells when a pass begins; copies of it, and what is
-            pickled, are of the class itself. On another number of ranks, an object with a method
-            ``load_state_dicts`` gets the list of what all ranks have saved; for any other the load
-            raises.
+            pickled, are of the class itself. An ``epoch`` and generators in its samplers and its
+            stream come back; what they count or draw otherwise needs a ``state_dict`` of theirs. A
+            batch counts as trained when the loop takes it: what a look-ahead or a thread has taken
+            is lost. The first pass after a load is what was left of one: count steps, not batches
+            of a pass. On another number of ranks, an object with a method ``load_state_dicts`` gets
+            the list of what all ranks have saved; for any other the load raises.
         trainable_only: leave out parameters without ``requires_grad``, as of LoRA's base; never
             buffers, nor what an optimizer has state for, nor what a checkpoint of this run has had
             before it was frozen. The checkpoint has names, shapes and digests of what is left out,
