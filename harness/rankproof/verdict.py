@@ -18,6 +18,7 @@ from rankproof.saves import SavedState, gather_saves
 if TYPE_CHECKING:
     from rankproof.run import Options
 
+SHARED_MEMORY = "/dev/shm/"
 MAY_WRITE_HINT = "if that is where it is to write: --allow DIR"
 NO_MOUNTS = "not judged: what C++ code and subprocesses write elsewhere (no private mounts here)"
 
@@ -180,9 +181,13 @@ def written(
     Where places were private, what was left in them counts, not what was ever opened there: a
     script may use ``/tmp``. In its own project, what was opened counts, wherever that lies. A
     directory that torch 2.9 makes when it is imported is the server's: each forked rank removes it.
+    Of a script that was ended at its deadline, shared memory is left, whose names the resource
+    tracker would have removed.
     """
     servers_own = f"-{tempfile.gettempdir()}/{SERVERS_OWN}"  # "-": it was removed
     left = {path for path in outcome.written if not path.startswith(servers_own)}
+    if outcome.timed_out:
+        left = {path for path in left if not path.startswith(SHARED_MEMORY)}
     private = tuple(f"{place}/" for place in outcome.private)
     own = tuple(place for place in own if place not in private)  # a script in /tmp itself
     seen = set()  # opened by ranks, to be written

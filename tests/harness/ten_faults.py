@@ -3,13 +3,16 @@
     python tests/harness/ten_faults.py
 
 runs ten scripts of ``tests/data/bad`` on two ranks: by rankproof, as the body of a test of torch's
-``MultiProcessTestCase`` (it needs ``expecttest``), and by ``execute_subprocess_async``, with which
-accelerate's tests run scripts under torchrun. It prints what each says, and how long that took.
+``MultiProcessTestCase`` (it needs ``expecttest``), under torch's ``LocalTensorMode``, where one
+process stands for all ranks, and by ``execute_subprocess_async``, with which accelerate's tests run
+scripts under torchrun. It prints what each says, how long that took, and how many lines a project
+writes for it.
 """
 
 import argparse
 import contextlib
 import importlib.util
+import inspect
 import os
 import re
 import runpy
@@ -86,6 +89,21 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def under_local_tensors() -> None:
+    """One process, whose tensors hold what each rank's would; a group that sends nothing."""
+    import torch.distributed as dist
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    join = dist.init_process_group
+    new_group = dist.new_group
+    dist.init_process_group = lambda _: join("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.new_group = lambda backend: new_group(backend="fake")
+    os.environ["RANK"] = "0"
+    with LocalTensorMode(2):
+        runpy.run_path(os.environ[SCRIPT], run_name="__main__")
+
+
 def by_accelerate() -> None:
     from accelerate.test_utils.testing import execute_subprocess_async
 
@@ -143,9 +161,25 @@ def first_error(text: str) -> str:
 WAYS = {
     "rankproof": by_rankproof,
     "MultiProcessTestCase": lambda script: in_a_process("test", script),
+    "LocalTensorMode": lambda script: in_a_process("local", script),
     "accelerate": lambda script: in_a_process("accelerate", script),
 }
-OWN = {"accelerate": by_accelerate}  # ways that are no test of unittest
+# Ways that are no test of unittest.
+OWN = {"accelerate": by_accelerate, "local": under_local_tensors}
+WRITTEN = {  # by a project, once for all of its scripts
+    "MultiProcessTestCase": (as_a_test, free_port),
+    "LocalTensorMode": (under_local_tensors,),
+    "accelerate": (by_accelerate,),
+}
+
+
+def lines_of(way: str) -> int:
+    """How many lines of code a project writes for a way: none for a command."""
+    count = 0
+    for function in WRITTEN.get(way, ()):
+        source = inspect.getsource(function)
+        count += len([line for line in source.splitlines() if line.strip()])
+    return count
 
 
 def main() -> None:
@@ -155,6 +189,8 @@ def main() -> None:
     options = parser.parse_args()
     if "MultiProcessTestCase" in options.ways and importlib.util.find_spec("expecttest") is None:
         sys.exit("torch's MultiProcessTestCase needs it: pip install expecttest")
+    for way in options.ways:
+        print(f"{way}: {lines_of(way)} lines", flush=True)
     for name in options.only:
         for way in options.ways:
             started = time.monotonic()

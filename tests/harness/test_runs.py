@@ -242,3 +242,12 @@ def test_what_is_written_in_the_scripts_own_folder_counts_wherever_that_lies() -
     assert written(private, [rank], ("/tmp/project/",)) == ([], ["/tmp/project/a.log"])
     assert written(private, [rank], ("/tmp/",)) == ([], []), "a script that lies in /tmp itself"
     assert written(nowhere, [rank], ()) == ([], ["/tmp/other", "/tmp/project/a.log"])
+
+
+@pytest.mark.parametrize("ended_by_us", [True, False])
+def test_names_of_shared_memory_count_if_nobody_ended_the_script(ended_by_us: bool) -> None:
+    """A resource tracker, which would remove them, is ended with the ranks."""
+    names = ["/dev/shm/sem.mp-2lv56sot", "/dev/shm/torch_7_9"]
+    outcome = Outcome(ended_by_us, [], private=["/dev/shm", "/tmp"], written=["/tmp/a", *names])
+    counted = [] if ended_by_us else names
+    assert written(outcome, [], ()) == ([], sorted(["/tmp/a", *counted]))

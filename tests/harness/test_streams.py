@@ -351,7 +351,9 @@ def test_memory_that_a_stream_may_still_read_is_given_back_too_early(recorder, r
     again = torch.zeros(8) + 1
     assert (recorder.conflicts == []) == (reader != "a stream"), recorder.conflicts
     thread.join()
-    assert again.numel() == 8
+    del again  # memory that was freed once, and is again
+    assert (torch.zeros(8) + 1).numel() == 8
+    assert all(str(conflict).count("freed since") == 1 for conflict in recorder.conflicts)
 
 
 def test_an_operator_that_two_threads_use_first_is_made_once(recorder, monkeypatch):

@@ -19,6 +19,7 @@ from rankproof.streams.lanes import RECORDERS, Collective, HostThread, Stream, j
 from rankproof.streams.memory import Memory, Region
 
 MOST_CONFLICTS = 20
+FREED = ", memory freed since"  # told of an operator
 
 
 def is_seen(tensor: torch.Tensor) -> bool:
@@ -236,7 +237,7 @@ class Recorder:
                 was_waited_for = access.is_known_by_its_thread()
                 is_named = access.on.lane in region.used_by
                 if not (ordered or has_returned or was_waited_for or is_kept or is_named):
-                    operator = f"{access.operator}, memory freed since"
+                    operator = access.operator.removesuffix(FREED) + FREED
                     pending.append(replace(access, operator=operator))
             if pending:
                 self.freed.setdefault((home.lane, region.nbytes), []).append(pending)
