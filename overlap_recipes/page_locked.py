@@ -42,7 +42,7 @@ class PageLocked:
             once, touched by all of torch's threads, which is sooner and stops a training.
 
     Raises:
-        RuntimeError: the host has not that much memory, or the driver will not lock it.
+        RuntimeError: the host has not that much memory left, or the driver will not lock it.
     """
 
     @torch.inference_mode(False)
@@ -55,11 +55,13 @@ class PageLocked:
     ) -> None:
         self.unlock: list[Callable[[], object]] = []
         try:
-            if allocate is private_memory:
-                host_memory.refuse_now(nbytes)
             self.memory = allocate(max(nbytes, 1))
             self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:nbytes]
+            left = nbytes
             for part in self.bytes.split(piece or max(nbytes, 1)):
+                if allocate is private_memory:  # what others take meanwhile counts
+                    host_memory.refuse_now(left)
+                left -= part.nbytes
                 if piece is None:
                     part.zero_()
                 else:

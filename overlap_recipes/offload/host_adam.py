@@ -42,6 +42,7 @@ class LayerUpdate:
         self.steps = None  # by parameter: which update this is; None until it starts
         self.waiting = 0  # blocks that no thread has begun
         self.left = 0  # blocks that have not ended
+        self.versions = []  # of the layer's parameters, when it was announced
         self.error = None  # what kept a block from being updated
         self.number = 0  # which update of its layer it is, where ranks of a host share that
         self.ended = Future()
@@ -213,6 +214,8 @@ class HostUpdates(Follower):
     def announce(self, layers: Iterable[int], settings: list[dict]) -> dict[int, LayerUpdate]:
         """Layers that are going to be updated: from here on, their next load waits for it."""
         announced = {layer: LayerUpdate(settings) for layer in layers}
+        for layer, update in announced.items():
+            update.versions = self.versions(layer)
         self.updates |= announced
         # What the device has of these layers is old from here on.
         held = self.streamed.held.items()
@@ -346,7 +349,20 @@ class HostUpdates(Follower):
             with self.lock:
                 update.left -= 1
                 if update.left == 0:
-                    self.end(layer, update, update.error)
+                    self.end(layer, update, update.error or self.error_of_changes(layer, update))
+
+    def versions(self, layer: int) -> list[int]:
+        """How often something else has changed a layer's parameters, as far as it is counted."""
+        return [parameter._version for parameter in self.streamed.layers[layer].trained.values()]
+
+    def error_of_changes(self, layer: int, update: LayerUpdate) -> RuntimeError | None:
+        """What to raise where something else has changed a layer's weights during its update."""
+        if self.versions(layer) == update.versions:
+            return None
+        return RuntimeError(
+            f"{self.streamed.title(layer)}: weights were changed during their update: call wait() "
+            "of the streamed model before you change them; and load a checkpoint now"
+        )
 
     def update_block(self, layer: int, number: int, update: LayerUpdate) -> None:
         if not hasattr(self.of_thread, "scratch"):

@@ -312,8 +312,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         trained = set(residents)
         for layer in layers:
             trained.update(self.streamed.layers[layer].trained.values())
-        norms = [self.norms[p] for p in self.group_of if p in trained]
-        return norms
+        return [self.norms[p] for p in self.group_of if p in trained]
 
     def agree_on_gradients(self) -> list[torch.nn.Parameter]:
         """Refuse other layers on other ranks; return what this step trains on the device.

@@ -398,8 +398,10 @@ if __name__ == "__main__":
 # -------------------------
 # The worst stands at the top of this page. The others:
 #
-# * Code that changes weights must call ``streamed.wait()`` before and ``optimizer.reload()`` after it.
-#   ``load_state_dict()`` does both, and ``state_dict()`` waits.
+# * Code that reads weights after a step (an average of weights, a logged norm) gets old ones
+#   unless it calls ``streamed.wait()``. ``state_dict()`` waits.
+# * Code that changes weights must call it, too, and ``optimizer.reload()`` afterwards.
+#   ``load_state_dict()`` does both.
 # * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
 #   not ``None``: Adam still updates its moments and decays it.
 # * bfloat16 sums are rounded after each micro-batch, as ``parameter.grad`` always is;

@@ -1,7 +1,8 @@
 """Weights that a program changes where PyTorch counts nothing; copies; errors that name a layer."""
 
 import pickle
-from contextlib import closing
+import threading
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from overlap_recipes.offload import HostAdamW, adam_in_pieces, stream_layers
 from overlap_recipes.offload.streamed_model import StreamedModel
+
+PATIENCE_S = 60  # only a failing test waits this long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -244,3 +247,31 @@ def test_a_streamed_model_inside_of_ddp_is_refused(options, one_rank):
             parallel(torch.ones(2, WIDTH))
         with torch.no_grad():
             parallel(torch.ones(2, WIDTH))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_weights_that_are_changed_during_their_update_are_refused(monkeypatch, waits):
+    """As by a clamp right after step: a part of them was updated after it, a part before."""
+    model = Loop(linear, one_after_the_other)
+    may_update = threading.Event()
+    told = r"layer 1 \(Linear\): weights were changed during their update: call wait\(\)"
+    with (
+        nullcontext() if waits else pytest.raises(RuntimeError, match=told),
+        stream_layers(model, model.layers, CPU) as streamed,
+        HostAdamW(model.parameters(), streamed) as optimizer,
+    ):
+        update_block = optimizer.host.update_block
+
+        def later(*args) -> None:
+            assert may_update.wait(PATIENCE_S)
+            update_block(*args)
+
+        monkeypatch.setattr(optimizer.host, "update_block", later)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        if waits:
+            may_update.set()
+            streamed.wait()
+        counted(model.layers[1].weight)
+        may_update.set()
+        model(torch.ones(2, WIDTH))

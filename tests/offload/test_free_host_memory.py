@@ -11,6 +11,7 @@ from torch import nn
 
 from overlap_recipes import host_memory
 from overlap_recipes.offload import ActivationOffload, HostAdamW, stream_layers
+from overlap_recipes.page_locked import PageLocked
 
 MB = 2**20
 
@@ -131,6 +132,23 @@ def test_a_pool_of_activations_that_does_not_fit_is_refused(leaves):
     leaves(MB)
     with pytest.raises(RuntimeError, match=r"1\.0 MB are left .*/job.* or pass a smaller budget"):
         ActivationOffload("cpu", budget=2 * MB, window=1)
+
+
+def test_what_others_take_while_memory_is_locked_counts(leaves, monkeypatch):
+    """As the ranks of a host do in their first saves, each of them a piece at a time."""
+    leaves(16 * MB)
+    memset = ctypes.memset
+    touched = []
+
+    def memset_while_others_take(*args) -> None:
+        touched.append(args)
+        leaves((16 - 4 * len(touched)) * MB)
+        memset(*args)
+
+    monkeypatch.setattr(ctypes, "memset", memset_while_others_take)
+    with pytest.raises(RuntimeError, match=r"cannot lock .* bytes .*\(8\.4 MB are left"):
+        PageLocked(12 * MB, torch.device("cpu"), piece=MB)
+    assert len(touched) == 2
 
 
 def played(monkeypatch, reports: list) -> None:
