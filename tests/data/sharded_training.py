@@ -466,18 +466,19 @@ MODES = (
 if __name__ == "__main__":
     modes = {mode.__name__: mode for mode in MODES}
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=(*modes, "save", "load"))
+    parser.add_argument("what", nargs="+", choices=(*modes, "save", "load"))
     parser.add_argument("--dir", type=Path, help="of the checkpoint that is saved")
     parser.add_argument("--saved", type=Path, help="of the checkpoint that is loaded")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     start_rank()
     try:
-        if asked.what == "save":
-            save(asked.dir)
-        elif asked.what == "load":
-            load(asked.saved)
-        else:
-            modes[asked.what]()
+        for what in asked.what:
+            if what == "save":
+                save(asked.dir)
+            elif what == "load":
+                load(asked.saved)
+            else:
+                modes[what]()
     finally:
         dist.destroy_process_group()

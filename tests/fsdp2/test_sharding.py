@@ -33,26 +33,18 @@ def test_an_article_from_scratch_needs_torch_alone(name: str) -> None:
     assert found - sys.stdlib_module_names == {"torch"}
 
 
-def test_a_parameter_of_fewer_rows_than_ranks_is_trained() -> None:
-    run_ranks(3, "few_rows")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_comes_between_two_steps_changes_no_bit(ranks: int) -> None:
-    """A forward that raised, an evaluation, a forward without backward, a load in place."""
-    run_ranks(ranks, "between_steps")
-
-
 @pytest.mark.parametrize(
-    "trouble",
-    ["models", "forwards", "backwards", "tensors_kept_beside_results", "updates_between"],
+    ("ranks", "programs"),
+    [
+        (1, ("between_steps", "let_go")),
+        (2, ("between_steps", "models", "forwards", "backwards")),
+        (2, ("tensors_kept_beside_results", "updates_between")),
+        (3, ("few_rows",)),
+    ],
 )
-def test_what_is_outside_the_scope_raises_on_every_rank(trouble: str) -> None:
-    run_ranks(2, trouble)
-
-
-def test_a_context_goes_with_its_model() -> None:
-    run_ranks(1, "let_go")
+def test_programs_train_the_right_bits_or_raise_on_every_rank(ranks, programs) -> None:
+    """Each says what it is about, in the file that the ranks run, which names it if it fails."""
+    run_ranks(ranks, *programs)
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 2), (3, 2)])
