@@ -256,6 +256,15 @@ def test_an_epoch_that_begins_at_0_again_is_refused(tmp_path: Path, save_at: int
         epochs(tmp_path, lambda step: 0, STEPS, 0)
 
 
+def test_what_holds_a_loader_and_gives_no_batches_keeps_its_own_state() -> None:
+    class Trainer(Doubling):
+        __iter__ = None
+
+    trainer = Trainer(loader())
+    state = TrainingState(nn.Linear(4, 4), per_rank={"trainer": trainer})
+    assert state.per_rank["trainer"] is trainer
+
+
 def test_an_iterator_of_before_the_resume_gives_no_batch(tmp_path: Path) -> None:
     for expected in (0, 3):
         data = loader(shuffle=True)

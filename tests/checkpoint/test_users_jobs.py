@@ -70,6 +70,21 @@ def test_what_a_checkpoint_has_had_is_in_all_that_follow(tmp_path: Path, first, 
     assert not torch.equal(after[0].weight, base_and_head(False)[0].weight)
 
 
+def test_an_average_in_the_model_is_refused_at_the_first_save(tmp_path: Path) -> None:
+    model = base_and_head(True)
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    state = TrainingState(model, optimizer, trainable_only=True)
+    with CheckpointManager(tmp_path, state, grace_s=None) as own:
+        for _ in range(3):  # at the second step, memory is prepared and digests are made
+            step(model, optimizer)
+            with torch.no_grad():
+                model[0].weight.lerp_(torch.ones(8, 8), 0.1)
+        with pytest.raises(RuntimeError, match="0.weight: frozen.* an average goes outside"):
+            own.save(3).result()
+        model[0].weight.requires_grad_()
+        own.save(4)
+
+
 @pytest.mark.parametrize("trainable_only", [True, False])
 @pytest.mark.parametrize("then", [True, False])
 def test_parameters_that_train_here_and_did_not_are_named_and_the_other_way_round(

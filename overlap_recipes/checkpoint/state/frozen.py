@@ -75,8 +75,8 @@ class LeftOut:
             raise ValueError(
                 f"{', '.join(sorted(changed))}: frozen, left out of checkpoints, and changed since "
                 "the first of them: no load would bring back what is here now. Let it require grad "
-                "or leave out trainable_only; if this is the base from now on, make a new "
-                "TrainingState"
+                "or leave out trainable_only; an average goes outside the model, by a name of its "
+                "own, or into buffers; if this is the base from now on, make a new TrainingState"
             )
         if sums.keys() <= self._sums.keys():
             self.digests = {name: self.digests[name] for name in sums}

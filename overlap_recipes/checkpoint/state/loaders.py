@@ -3,7 +3,7 @@
 """A loader's place in its data, and the random numbers of its pass."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from inspect import isgeneratorfunction
 from itertools import chain, islice
 
@@ -260,7 +260,8 @@ def _loader_of(item: object) -> object:
 
 def has_loader_inside(item: object) -> bool:
     """Whether ``item`` has a state, and hands on what one loader with a state gives."""
-    return isinstance(item, Stateful) and len(_loaders_inside(item)) == 1
+    gives_batches = isinstance(item, Iterable) and isinstance(item, Stateful)
+    return gives_batches and len(_loaders_inside(item)) == 1
 
 
 def _loaders_inside(item: object) -> list[DataLoader]:

@@ -75,8 +75,10 @@ class TrainingState(Stateful):
             before it was frozen. The checkpoint has names, shapes and digests of what is left out,
             and a load raises if the base that is here is another one: load the base first. To make
             the digests, the first save reads all that is left out once, and waits for all ranks. A
-            save fails if what is left out has changed since; writes that PyTorch does not count,
-            through ``.data`` or in ``torch._foreach_*`` over DTensors, are not seen.
+            save fails if what is left out has changed since. Writes that PyTorch does not count,
+            through ``.data`` or in ``torch._foreach_*`` over DTensors, are lost without a word: so
+            is an average in the model that is frozen and written that way, and what peft's
+            ``merge_adapter`` and ``unmerge_adapter`` round. Keep an average outside the model.
         shared: what is equal on all ranks, by name: ``scheduler=scheduler``, or a list of them. A
             save fails if it is not, as it does where parameters or the optimizers' states differ:
             of tensors, each save compares 512 bytes or a few more, the next one others, so that a
