@@ -4,6 +4,7 @@
 
 import logging
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,6 +28,10 @@ class Forgotten:
         self._has_looked = False
         self._has_warned_of_gradients = False
         self._given = {id(optimizer) for optimizer in state.optimizers}
+        for item in each_of([*state.shared.values(), *state.per_rank.values()]):
+            if isinstance(item, torch.optim.Optimizer):
+                self._given.add(id(item))
+        self._of_job: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
         self._has_stepped = False  # whether an optimizer of the state has since the last save
         self._places: list[tuple] = []  # of its loaders, at the last save
         self._others: dict[int, torch.optim.Optimizer] = {}  # that have stepped since the last save
@@ -52,6 +57,20 @@ class Forgotten:
     def count_from_here(self) -> None:
         """After a save: for its state, torch steps an optimizer that has none."""
         self._has_stepped = False
+
+    def is_of_job(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it was given, or steps what the model or one that was given has.
+
+        Another one may be of one rank alone, as that of a probe in an evaluation.
+        """
+        if id(optimizer) in self._given:
+            return True
+        if optimizer not in self._of_job:
+            own = {id(parameter) for parameter in self._state.model.parameters()}
+            for given in self._state.optimizers:
+                own |= _parameters_of(given)
+            self._of_job[optimizer] = not own.isdisjoint(_parameters_of(optimizer))
+        return self._of_job[optimizer]
 
     def look(self, step: int) -> None:
         """Before the save of ``step``."""
@@ -105,10 +124,7 @@ class Forgotten:
         own = {id(parameter) for parameter in self._state.model.parameters()}
         for optimizer in others:
             kind = type(optimizer).__name__
-            given: set[int] = set()
-            for group in optimizer.param_groups:
-                given.update(id(parameter) for parameter in group["params"])
-            trains_model = not own.isdisjoint(given)
+            trains_model = not own.isdisjoint(_parameters_of(optimizer))
             if trains_model and kind not in self._warned_of:
                 self._warned_of.add(kind)
                 LOG.warning(
@@ -152,6 +168,13 @@ class Forgotten:
                     "that is made again for each pass is in no checkpoint: keep one",
                     loader.name,
                 )
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    found: set[int] = set()
+    for group in optimizer.param_groups:
+        found.update(id(parameter) for parameter in group["params"])
+    return found
 
 
 def _first_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:

@@ -112,13 +112,13 @@ class CheckpointManager:
         self.keep_every = keep_every
         self.store = store_of(root)
         self.saves = Saves(_device_of(state), state.model.buffers, host_bytes, write_threads)
-        self.preemption = Preemption(grace_s)
+        self.forgotten = Forgotten(state)
+        self.preemption = Preemption(grace_s, self.forgotten.is_of_job)
         self.exit_code = 0
         self.newest_on_entry: int | None = None  # the step of a checkpoint below the root
         self.has_resumed = False
         self.latest_step: int | None = None
         self.latest: Future | None = None
-        self.forgotten = Forgotten(state)
         self.block = ExitStack()
         self.entered_by = 0  # a process
 
@@ -197,7 +197,8 @@ class CheckpointManager:
         Raises:
             RuntimeError: after a save; outside the block. The storage cannot be read; a rank does
                 not see the checkpoint, or that of ``step`` is not there or lacks files.
-            ValueError: it does not fit this job; the message lists what differs.
+            ValueError: it does not fit this job; the message lists what differs. Ranks give
+                another ``step`` or ``skip``.
             DamagedCheckpoint: no checkpoint is as it was saved, or bytes of that of ``step`` are
                 not.
             CheckpointException: the storage has failed on a rank.
@@ -205,6 +206,14 @@ class CheckpointManager:
         self.saves.check_is_open()
         if self.latest_step is not None:
             raise RuntimeError("resume once, before the first save")
+        if not isinstance(skip, str):  # which the load refuses
+            skip = sorted(skip)
+        wanted = self.saves.calling.together(lambda: (step, skip))
+        if any(each != wanted[0] for each in wanted):
+            raise ValueError(
+                f"ranks resume otherwise, by rank (step, skip): {wanted}. Give all the same, as "
+                f"what rank 0 has found: torch.distributed.broadcast_object_list"
+            )
         chosen = load_newest({"app": self.state}, self.store, step, skip)
         self.has_resumed = True
         if chosen is None:
@@ -248,6 +257,8 @@ class CheckpointManager:
             if failure is None:
                 return self.latest
         self.forgotten.look(number)
+        if self.preemption.all_step and self.saves.calls == 0 and number > 0:
+            self.listen_without_hooks()
         self.state.step = number
         target = Checkpoint(self.store, number, self.keep_last, self.keep_every)
         try:
@@ -260,6 +271,17 @@ class CheckpointManager:
             self.forgotten.count_from_here()
         self.latest_step = number
         return self.latest
+
+    def listen_without_hooks(self) -> None:
+        """Let each ``preempted`` ask where the optimizers of a rank step and tell nobody."""
+        told = self.saves.calling.together(self.preemption.steps_are_told)
+        self.preemption.all_step = all(told)
+        if not all(told):
+            LOG.warning(
+                "no optimizer has called torch's hooks, as none in a CUDA graph does: until now "
+                "preempted() has heard of nothing. From now on each call asks all ranks: call it "
+                "once a step, on all of them"
+            )
 
     def before_update(self) -> None:
         """Call this before something but an optimizer writes saved tensors, such as an average.
@@ -283,7 +305,7 @@ class CheckpointManager:
         """Whether to save and leave now, since a rank was asked to; the same on all ranks.
 
         Ask on all ranks in the same steps, as often as you like, by one rank alone in an evaluation
-        too: the answer changes at most where an optimizer steps, and true is for good.
+        too: the answer changes at most where an optimizer of the job steps, and true is for good.
 
         Raises:
             RuntimeError: outside the block.
@@ -316,6 +338,8 @@ class CheckpointManager:
 
     def __exit__(self, kind, error, trace) -> None:
         atexit.unregister(self.end_at_exit)
+        if os.getpid() != self.entered_by:  # a forked process: locks and threads are its parent's
+            return
         try:
             if is_end_of_job(kind):
                 self.wait()

@@ -8,11 +8,13 @@ deadline, if the save has not ended by then. Either way the next start resumes f
 checkpoint.
 """
 
+import math
 import os
 import signal
+import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
@@ -78,6 +80,30 @@ class _Handler:
         """In a forked child: a handler in Python would not end it while it waits for a lock."""
         if self.is_ignored or signal.getsignal(self.number) == self.on_signal:
             signal.signal(self.number, self.before)
+            if _is_loaders_worker():
+                signal.pthread_sigmask(signal.SIG_BLOCK, {self.number})
+                threading.Thread(target=self.end_for_parent, name="signals", daemon=True).start()
+
+    def end_for_parent(self) -> None:
+        """In a worker of a loader: end it when its parent says so.
+
+        torchrun and Slurm signal all processes of a rank, and a loader whose worker is killed
+        raises in the loop. So what others send is passed over.
+        """
+        while signal.sigwaitinfo({self.number}).si_pid != os.getppid():
+            pass
+        os._exit(0)  # as torch's own handler
+
+
+def _is_loaders_worker() -> bool:
+    """Whether this process, which is being forked, is to be a worker of a ``DataLoader``."""
+    frame = sys._getframe()
+    while frame is not None:
+        process = frame.f_locals.get("process_obj")  # of multiprocessing
+        if getattr(getattr(process, "_target", None), "__name__", "") == "_worker_loop":
+            return True
+        frame = frame.f_back
+    return False
 
 
 _HANDLERS: dict[int, _Handler] = {}  # by the number of the signal
@@ -90,6 +116,7 @@ class Preemption:
         grace_s: seconds from SIGTERM to SIGKILL; this process gives up 2 s before that. Or the
             seconds of several signals, by their number: ``{SIGTERM: 30, SIGUSR1: 300}``. None: of
             none; ``ask_to_leave`` alone asks.
+        is_of_job: whether a step of this optimizer is one of the job, and no rank's own.
 
     Construct it on the main thread of every rank, as early as you can; with None, on any thread.
     Enter it when the process group exists. Where there are several, in each other or in turn, a
@@ -101,20 +128,25 @@ class Preemption:
         all_step: an optimizer of torch's steps on each rank, so that none has to agree before.
 
     Raises:
-        ValueError: this is not the main thread, and a signal is named.
+        ValueError: this is not the main thread, and a signal is named; or it is none that a process
+            can handle; or the seconds are no more than the margin.
     """
 
-    def __init__(self, grace_s: float | Mapping[int, float] | None) -> None:
+    def __init__(
+        self,
+        grace_s: float | Mapping[int, float] | None,
+        is_of_job: Callable[[torch.optim.Optimizer], bool] = lambda optimizer: True,
+    ) -> None:
         if grace_s is None:
             grace_s = {}
         elif not isinstance(grace_s, Mapping):
             grace_s = {signal.SIGTERM: grace_s}
-        if grace_s and threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                "Python handles signals on the main thread alone, and this is another: give "
-                "grace_s=None, and call ask_to_leave() where you hear of a preemption"
-            )
-        self.grace_s = {int(number): seconds for number, seconds in grace_s.items()}
+        self.grace_s = {}
+        for number, seconds in grace_s.items():
+            self.grace_s[_checked_signal(number)] = _checked_seconds(seconds)
+        self.refuse_thread()
+        self.any_grace = bool(grace_s)  # on any rank, once the block is entered
+        self.is_of_job = is_of_job
         self.asked = False
         self.all_step = False
         self.answer = False  # the latest
@@ -129,12 +161,23 @@ class Preemption:
         for number in self.grace_s:
             _HANDLERS.setdefault(number, _Handler(number)).ask(self)
 
+    def refuse_thread(self) -> None:
+        if self.grace_s and threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "Python handles signals on the main thread alone, and this is another: give "
+                "grace_s=None, and call ask_to_leave() where you hear of a preemption"
+            )
+
     def __enter__(self) -> "Preemption":
+        self.refuse_thread()
         self.hook = register_optimizer_step_post_hook(self.begin_step)
         if dist.is_initialized():
             wait = wait_of_ranks()
             self.votes = dist.new_group(backend="gloo", timeout=wait)
             self.peers = dist.new_group(backend="gloo", timeout=wait)
+            graces = torch.tensor(int(self.any_grace))
+            dist.all_reduce(graces, dist.ReduceOp.MAX, self.votes)
+            self.any_grace = bool(graces)
             self.entered = True
             if self.asked:  # while the job was starting
                 self.start_listening()
@@ -157,7 +200,7 @@ class Preemption:
             self.start_listening()
 
     def watch(self, grace_s: float) -> None:
-        if not self.left.wait(grace_s - _MARGIN_S):
+        if not self.left.wait(min(grace_s - _MARGIN_S, threading.TIMEOUT_MAX)):
             os.write(2, b"preempted: no time left, the save has not ended\n")
             os._exit(TOO_LATE)
 
@@ -176,10 +219,16 @@ class Preemption:
                 os._exit(1)
         self.has_listened.set()
 
-    def begin_step(self, *hooked: object) -> None:
+    @torch.compiler.disable  # a compiled optimizer step would keep the first answer
+    def begin_step(self, optimizer: torch.optim.Optimizer, *hooked: object) -> None:
         """Let the next ``agreed`` give another answer: an optimizer has stepped."""
-        self.is_answered = False
-        self.has_stepped = True
+        if self.is_of_job(optimizer):
+            self.is_answered = False
+            self.has_stepped = True
+
+    def steps_are_told(self) -> bool:
+        """Whether an optimizer has stepped as torch's hooks know it."""
+        return self.has_stepped
 
     def agreed(self) -> bool:
         """Whether to save and leave now, because a rank had been asked to; the same on all ranks.
@@ -191,12 +240,13 @@ class Preemption:
         answer is no if ``all_step``; else each call gives an answer of its own: ask once a step.
 
         Raises:
-            RuntimeError: the process group was made, and the block was not entered after that.
+            RuntimeError: outside the block, or the process group was made in it.
         """
-        if dist.is_initialized() and not self.entered:
-            raise RuntimeError("enter its block when the process group is there")
         if self.answer:
             return True  # for good
+        is_open = self.hook is not None and not self.left.is_set()
+        if not is_open or dist.is_initialized() != self.entered:
+            raise RuntimeError("ask inside its block, entered when the process group is there")
         if self.is_answered:
             return False  # until an optimizer steps
         if not self.entered:
@@ -225,7 +275,7 @@ class Preemption:
         if kind is None and self.entered:
             if self.vote is not None:
                 self.vote[1].wait()
-            if self.grace_s or self.answer:  # else no rank has heard of a signal
+            if self.any_grace or self.answer:  # else no rank has heard of a signal
                 self.start_listening()
                 self.has_listened.wait()
         elif self.vote is not None:
@@ -241,3 +291,23 @@ class Preemption:
         """
         with suppress(RuntimeError):
             self.vote[1].wait()
+
+
+def _checked_signal(number: int) -> int:
+    known = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    if number not in known:
+        raise ValueError(
+            f"grace_s has {number!r}, which is no signal that a process can handle: give "
+            f"{{signal.SIGUSR1: 300}}"
+        )
+    return int(number)
+
+
+def _checked_seconds(seconds: float) -> float:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or math.isnan(seconds) or seconds <= _MARGIN_S:
+        raise ValueError(
+            f"grace_s is {seconds!r}: give the seconds from the signal to SIGKILL, more than the "
+            f"{_MARGIN_S:g} that are kept as a margin; or None, where no signal comes"
+        )
+    return seconds

@@ -200,11 +200,12 @@ class Saves:
     def check_is_open(self) -> None:
         """Raise unless a save can be made here and now."""
         has_group = self.calling.group is not None
-        has_ended = self.hook is None or self.writing.is_abandoned
+        is_forked = self.hook is not None and not self.writing.thread.is_alive()
+        has_ended = self.hook is None or self.writing.is_abandoned or is_forked
         if has_ended or dist.is_initialized() != has_group:
             raise RuntimeError(
-                "save and resume inside its `with` block, which is entered once, and begins when "
-                "the process group is there and ends before it is destroyed"
+                "save and resume inside its `with` block, in the process that has entered it once, "
+                "when the process group is there; leave it before that is destroyed"
             )
         lost = self.calling.lost or self.writing.talk.lost
         if lost is not None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -356,6 +357,7 @@ def test_names_and_steps_are_each_others_inverse() -> None:
 def test_ranks_save_resume_and_fail_as_one() -> None:
     """The late rank comes last: they do not understand each other after it."""
     troubles = ("goes_on", "ddp", "room_for_one_checkpoint", "load_in_a_group", "other_steps")
+    troubles += ("other_resumes",)
     troubles += ("later_difference", "failed_step", "full_disk", "nothing_to_train", "not_shared")
     troubles += ("sharded_by_fsdp1", "error_of_a_store", "late_rank")
     survives("manager_troubles", *troubles, ranks=2)
@@ -503,6 +505,23 @@ def test_a_forked_process_ends_without_the_save_of_the_one_that_entered(
         checkpoints.end_at_exit()
         under_way.result.assert_not_called()
         checkpoints.latest = None
+
+
+def test_a_forked_process_can_neither_save_nor_end_the_block(tmp_path: Path) -> None:
+    """Its end would give up the lock of the one that has entered, and wait for its threads."""
+    job = Job()
+    with CheckpointManager(tmp_path, job.state) as checkpoints:
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                checkpoints.__exit__(None, None, None)
+                with pytest.raises(RuntimeError, match="that has entered it"):
+                    checkpoints.save(1)
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with pytest.raises(RuntimeError, match="another job writes"):
+            CheckpointManager(tmp_path, Job().state).__enter__()
 
 
 NEVER_LEFT = """

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,9 +116,42 @@ def test_a_handler_that_python_does_not_know_is_no_obstacle(monkeypatch) -> None
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize(
+    ("grace_s", "told"),
+    [
+        (2, "grace_s is 2: give the seconds"),
+        (float("nan"), "grace_s is nan"),
+        (True, "grace_s is True"),
+        ("30", "grace_s is '30'"),
+        ({signal.SIGUSR1: None}, "grace_s is None"),
+        ({signal.SIGKILL: 30}, "no signal that a process can handle"),
+        ({"SIGTERM": 30}, "'SIGTERM', which is no signal"),
+    ],
+)
+def test_a_grace_without_a_meaning_is_refused(grace_s: object, told: str) -> None:
+    """As a deadline it would end the job at once, or its thread would die of it unheard."""
+    with pytest.raises(ValueError, match=told):
+        Preemption(grace_s)
+
+
+def test_a_grace_without_an_end_never_ends_the_process() -> None:
+    leaving = Preemption(None)
+    with ThreadPoolExecutor(1) as pool:
+        deadline = pool.submit(leaving.watch, float("inf"))
+        leaving.left.set()
+        deadline.result()
+
+
+def test_a_block_on_another_thread_is_refused_where_a_signal_is_handled(leaving) -> None:
+    """Its end would raise there, and turn the exit code of a job that has saved into 1."""
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="main thread"):
+        pool.submit(leaving.__enter__).result()
+
+
 def test_ranks_that_could_not_agree_are_told_so(leaving: Preemption) -> None:
     """Outside its block each rank would know of its own signal alone, and stop in its own step."""
-    assert leaving.agreed() is False
+    with pytest.raises(RuntimeError, match="block"):
+        leaving.agreed()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="block"):

@@ -334,7 +334,7 @@ def test_a_second_block_of_one_saver_is_refused_by_name(tmp_path) -> None:
     with pytest.raises(ZeroDivisionError), saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1").result()
         raise ZeroDivisionError
-    with saves, pytest.raises(RuntimeError, match="`with` block, which is entered once"):
+    with saves, pytest.raises(RuntimeError, match="`with` block, in the process"):
         saves.save({"x": torch.ones(2)}, tmp_path / "step2")
     assert [path.name for path in tmp_path.iterdir()] == ["step1"]
 

@@ -1,11 +1,18 @@
-"""Children forked under ``Preemption``: SIGTERM ends each at once, and the parent hears nothing."""
+"""Children forked under ``Preemption``: SIGTERM ends each at once, and the parent hears nothing.
+
+A loader's worker ends by its parent's SIGTERM alone.
+"""
 
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
+import time
+from collections.abc import Iterator
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
 
 from overlap_recipes.checkpoint.preemption import Preemption
 
@@ -69,6 +76,28 @@ def forked_after_the_end() -> None:
     waits_for_a_lock()
 
 
+class OwnNumber(IterableDataset):
+    """The worker's number of a process, time and again."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield os.getpid()
+
+
+def gives_the_loop_its_batches() -> None:
+    """torchrun and Slurm signal all processes of a rank; the steps until the save need batches."""
+    batches = iter(DataLoader(OwnNumber(), num_workers=1))
+    number = int(next(batches))
+    subprocess.run(["kill", "-TERM", str(number)], check=True)
+    time.sleep(0.5)
+    for _ in range(9):  # more than were there before
+        assert int(next(batches)) == number
+    (worker,) = batches._workers
+    worker.terminate()
+    worker.join(ENDS_WITHIN_S)
+    assert worker.exitcode == 0, f"exit code {worker.exitcode}: the loader would raise"
+
+
 strikes_itself: list[bool] = []
 
 
@@ -85,6 +114,7 @@ if __name__ == "__main__":
     waits_for_a_lock()
     forked_by_a_thread()
     struck_while_it_is_forked()
+    gives_the_loop_its_batches()
     assert not leaving.asked, "the parent took a child's signal for its own"
     forked_after_the_end()
     dist.destroy_process_group()

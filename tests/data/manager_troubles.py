@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -165,6 +166,17 @@ def other_steps(root: Path, device: torch.device) -> None:
         checkpoints.save(9)
     dist.barrier()
     assert sorted(path.name for path in root.glob("step*")) == ["step5", "step9"]
+
+
+def other_resumes(root: Path, device: torch.device) -> None:
+    """A resume that differs between ranks is refused on all, before it changes anything."""
+    rank = dist.get_rank()
+    run(Job(sharded), root, 4)
+    for settings in ({"step": 2 + 2 * rank}, {"skip": ["scheduler"] * rank}):
+        job = Job(sharded, seed=1)
+        with CheckpointManager(root, job.state, grace_s=None) as checkpoints:
+            raises(ValueError, "ranks resume otherwise", partial(checkpoints.resume, **settings))
+            assert job.state.step == 0
 
 
 def late_rank(root: Path, device: torch.device) -> None:

@@ -2,7 +2,9 @@
 
 ``on_threads``: the loop runs on a thread, as under Ray Train, and rank 1 is told by a callback.
 ``by_another_signal``: rank 0 gets SIGUSR1. ``in_evaluations``: rank 0 alone asks, before the first
-step and after others. Both ranks must save the same step, and leave.
+step and after others. ``of_own_optimizers``: it fits a model of its own there. ``without_hooks``:
+the job's optimizer steps without torch's. Both ranks must save the same step, and leave.
+``not_asked``: one rank handles signals, and the other does not; both must end.
 """
 
 import argparse
@@ -39,14 +41,29 @@ class Job:
         self.optimizer.zero_grad()
 
 
+class GraphedJob(Job):
+    """Its optimizer steps without torch's hooks, as in a CUDA graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        super().step()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.sub_(0.1)
+
+
 def train(
     root: Path,
     grace_s: object,
     tell: Callable[[CheckpointManager], None],
     evaluate: Callable[[CheckpointManager], None],
+    job_of: type[Job] = Job,
+    save_every: int = STEPS,
 ) -> int:
     """The step that was saved last."""
-    job = Job()
+    job = job_of()
     with CheckpointManager(root, job.state, grace_s=grace_s) as checkpoints:
         checkpoints.resume()
         evaluate(checkpoints)
@@ -56,8 +73,9 @@ def train(
             if step == TOLD_AT:
                 tell(checkpoints)
             leave = checkpoints.preempted()
-            if leave:
+            if leave or step % save_every == 0:
                 checkpoints.save(step)
+            if leave:
                 break
     assert leave, "no rank has left"
     assert checkpoints.exit_code == AGAIN
@@ -123,11 +141,47 @@ def in_evaluations(root: Path) -> int:
     return train(root, 30, told, evaluate)
 
 
+def of_own_optimizers(root: Path) -> int:
+    """Rank 0 fits a probe in each evaluation, and asks after each of its steps."""
+
+    def told(checkpoints: CheckpointManager) -> None:
+        if dist.get_rank() == 1:
+            checkpoints.ask_to_leave()
+
+    def evaluate(checkpoints: CheckpointManager) -> None:
+        if dist.get_rank() == 0:
+            probe = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
+            for _ in range(3):
+                probe(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                checkpoints.preempted()
+
+    return train(root, 30, told, evaluate)
+
+
+def without_hooks(root: Path) -> int:
+    """From the first save on such a job is heard."""
+
+    def told(checkpoints: CheckpointManager) -> None:
+        checkpoints.ask_to_leave()
+
+    return train(root, 30, told, nothing, GraphedJob, save_every=3)
+
+
+def not_asked(root: Path) -> int:
+    """One rank handles signals, the other does not, and none comes."""
+    grace_s = 30 if dist.get_rank() == 1 else None
+    with CheckpointManager(root, Job().state, grace_s=grace_s):
+        return 0
+
+
 def main(directory: Path) -> None:
     dist.init_process_group("gloo")
     places = [str(directory)]
     dist.broadcast_object_list(places)
-    for case in (on_threads, by_another_signal, in_evaluations):
+    others = (of_own_optimizers, without_hooks, not_asked)
+    for case in (on_threads, by_another_signal, in_evaluations, *others):
         last = case(Path(places[0], case.__name__))
         steps = [None] * dist.get_world_size()
         dist.all_gather_object(steps, last)
