@@ -148,6 +148,7 @@ class Writing:
         threads: that write at a time.
         failures: of saves, in order.
         replicas: what several ranks have of the latest layout; None if there is one rank.
+        told: names of what ranks have otherwise and may, of which a warning has told.
         is_abandoned: training has ended by an exception: no more saves come.
     """
 
@@ -167,6 +168,7 @@ class Writing:
         self.threads = _FEWEST_THREADS
         self.failures: list[BaseException] = []
         self.replicas: Replicas | None = None
+        self.told: set[str] = set()
         self.is_abandoned = False
         self.tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.thread: Thread | None = None
@@ -242,16 +244,18 @@ class Writing:
         look = partial(self.look, job)
         look_closer = partial(self.look_closer, job)
         try:
-            refuse_differing(self.talk.together, look, look_closer, self.advice)
+            differ = refuse_differing(self.talk.together, look, look_closer, self.advice)
         except DifferingRanks as error:
             job.compared.set_exception(error)
             raise
         job.compared.set_result(None)
-        if job.number == 1 and self.replicas is not None:
+        if self.replicas is not None and (differ or job.number == 1):
             of_ranks = self.talk.together(self.replicas.parts, job.number, False)
             differing = dict.fromkeys(name for _, name, _ in differing_names(of_ranks))
-            if differing and self.talk.rank == 0:
-                LOG.warning(REPLICAS_DIFFER, ", ".join(differing))
+            untold = [name for name in differing if name not in self.told]
+            self.told.update(untold)
+            if untold and self.talk.rank == 0:
+                LOG.warning(REPLICAS_DIFFER, ", ".join(untold))
 
     def look(self, job: Job) -> dict[str, str]:
         """Digests of what must be equal on all ranks."""
@@ -261,7 +265,7 @@ class Writing:
         if self.replicas is None or self.replicas.hosts is not job.hosts:
             with garbage_collection_paused():
                 self.replicas = Replicas(job.state, job.hosts)
-        return found | self.replicas.digest(job.number)
+        return found | self.replicas.digest(job.number, self.told)
 
     def look_closer(self, job: Job, names: list[str]) -> dict:
         """Digests of the parts of ``names``, which differ."""

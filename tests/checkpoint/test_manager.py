@@ -205,6 +205,7 @@ def test_a_call_outside_the_block_is_refused(tmp_path: Path) -> None:
     [
         ("run", {"keep_last": 0}, "keep_last is 0"),
         ("run", {"keep_every": -1}, "keep_every is -1"),
+        ("s3://", {}, "s3:// names no bucket"),
         ("s3://me:secret@bucket/run", {}, "credentials belong into the environment"),
         ("run", {"write_threads": 0}, "write_threads is 0"),
     ],

@@ -159,6 +159,7 @@ def test_foreign_files_are_no_checkpoints_and_stay(place: Place) -> None:
     own = {"notes.txt": "mine", "step7.json": '{"loss": 1.0}', "step-9": "mine", "step08": "mine"}
     for name, text in own.items():
         (place.path / name).write_text(text)
+    (place.path / "step6.json").mkdir()
     assert place.resumed() == 1
     place.save(2, keep_last=1)
     assert place.resumed() == 2 and steps_in(place.root) == [2]

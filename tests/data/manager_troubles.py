@@ -238,6 +238,7 @@ def batch_norm(root: Path, device: torch.device) -> None:
     whole = DTensor.from_local(of_each, mesh, [Replicate()], run_check=False)
     job.model = sharded(nn.Sequential(*norms))
     job.model.register_buffer("whole", whole)
+    job.model.register_buffer("drifts", torch.zeros(4))
     job.optimizer = torch.optim.SGD(job.model.parameters(), lr=1e-2)
     progress = {"batch": torch.full((2,), dist.get_rank())}
     job.state = TrainingState(job.model, job.optimizer, progress=progress)
@@ -246,8 +247,12 @@ def batch_norm(root: Path, device: torch.device) -> None:
     plain = {name: b for name, b in job.model.named_buffers() if name != "whole"}
     dist.all_gather_object(of_ranks, plain)
     with messages() as said, CheckpointManager(root, job.state) as checkpoints:
-        checkpoints.save(1)
-        checkpoints.save(2)
+        checkpoints.save(1).result()
+        job.model.drifts += dist.get_rank()
+        checkpoints.save(2).result()
+        checkpoints.save(3)
+    later = [line for line in said if "ranks differ in app.model.drifts:" in line]
+    assert len(later) == (dist.get_rank() == 0), said
     told = [line for line in said if "ranks differ in app.model.0.1.running_mean" in line]
     assert len(told) == (dist.get_rank() == 0), said
     for name in ("app.model.3.queue", "app.progress.batch", "app.model.whole"):

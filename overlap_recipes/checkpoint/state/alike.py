@@ -15,6 +15,7 @@ from .contents import Contents
 from .trees import is_staged
 
 PER_RANK = "per_rank"
+MAY_DIFFER = "what may differ"
 RECIPES = "made_of_tensors"  # how tensors of classes of their own are joined
 _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
 PASS_PER_RANK = (
@@ -23,7 +24,7 @@ PASS_PER_RANK = (
     "optimizer, as TrainingState(model, per_rank={name: object}), on all ranks, where model may be "
     "nn.Module()"
 )
-_OF_OWN_LOSS = (torch.Tensor, float)  # L-BFGS has the last loss of this rank as a float
+_OF_OWN_LOSS = "prev_loss"  # of L-BFGS: the last loss of this rank
 _TOLD = 5  # names in a message
 Part = tuple[str, str, str]  # what it belongs to, its name, and which part of a tensor it is
 
@@ -37,8 +38,10 @@ def refuse_differing(
     look: Callable[[], dict[str, str]],
     look_closer: Callable[[list[str]], dict[Part, str]],
     advice: str = PASS_PER_RANK,
-) -> None:
+) -> bool:
     """Raise ``DifferingRanks`` on all ranks if they have something otherwise; all call it.
+
+    Returns whether they differ in what may differ.
 
     Args:
         together: calls a function on all ranks, and returns what it has returned on each.
@@ -46,8 +49,8 @@ def refuse_differing(
         look_closer: returns those of parts of some names; called if these differ.
     """
     differing = differing_names(together(look))
-    if not differing:
-        return
+    if set(differing) <= {MAY_DIFFER}:
+        return bool(differing)
     parts = _differing_parts(together(look_closer, differing))
     told: list[str] = []
     for name in differing:
@@ -108,12 +111,15 @@ def shared_digests(tree: dict) -> dict[str, str]:
     for key, state in training_states(tree):
         for name in state.keys() - {"model", "optim", PER_RANK, RECIPES}:
             digests[f"{key}.{name}"] = digest(state[name])
+        for name, leaf in state["model"].items():
+            if not torch.is_tensor(leaf):  # of ``get_extra_state``
+                digests[f"{key}.model.{name}"] = digest(leaf)
         settings = [{**group, "params": None} for group in state["optim"]["param_groups"]]
         digests[f"{key}.optim.param_groups"] = digest(settings)
         others = {}
         for name, moments in state["optim"]["state"].items():
             for kind, value in moments.items():
-                if not isinstance(value, _OF_OWN_LOSS):
+                if kind != _OF_OWN_LOSS and not torch.is_tensor(value):
                     others[f"{name}.{kind}"] = value
         digests[f"{key}.optim.state"] = digest(others)
     return digests

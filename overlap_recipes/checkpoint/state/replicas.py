@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from .alike import PER_RANK, RECIPES, Part, bytes_of, training_states
+from .alike import MAY_DIFFER, PER_RANK, RECIPES, Part, bytes_of, training_states
 from .contents import Contents
 from .trees import is_staged, shard_of
 
@@ -82,12 +82,23 @@ class Replicas:
             self._places[how] = _place_of(tensor)
         return self._places[how]
 
-    def digest(self, number: int) -> dict[str, str]:
-        """One digest of all that must agree, at the save of this number."""
-        samples = [_sample(each, number) for each in self._found if each.must_agree]
-        if not samples:
-            return {}
-        return {_MUST_AGREE: _digest_of(torch.cat(samples))}
+    def digest(self, number: int, told: set[str]) -> dict[str, str]:
+        """Two digests at the save of this number: of all that must agree, and of what may differ.
+
+        The latter of whole tensors alone, and not of those that are ``told``.
+        """
+        must: list[torch.Tensor] = []
+        may: list[torch.Tensor] = []
+        for each in self._found:
+            if each.must_agree:
+                must.append(_sample(each, number))
+            elif not each.part[2] and each.part[1] not in told:
+                may.append(_sample(each, number))
+        found = {}
+        for name, samples in ((_MUST_AGREE, must), (MAY_DIFFER, may)):
+            if samples:
+                found[name] = _digest_of(torch.cat(samples))
+        return found
 
     def parts(self, number: int, must_agree: bool) -> dict[Part, str]:
         """A digest of each tensor that must agree, or of each that need not."""

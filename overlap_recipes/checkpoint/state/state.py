@@ -83,8 +83,8 @@ class TrainingState(Stateful):
             save fails if it is not, as it does where parameters or the optimizers' states differ:
             of tensors, each save compares 512 bytes or a few more, the next one others, so that a
             difference in a small part of a large one is seen late or never. Buffers, and tensors
-            here of up to 1 MiB, are those of rank 0: the first save names in a warning what
-            differs, among DTensors that several ranks hold, too.
+            here of up to 1 MiB, are those of rank 0: a warning names once what differs, at the
+            first save among DTensors that several ranks hold, too.
 
     Objects in ``per_rank`` and ``shared`` have ``state_dict`` and ``load_state_dict``, or are
     generators of torch, Python or NumPy, or are dicts of values, which a load changes in place:

@@ -12,7 +12,7 @@ def store_of(root: Path | str) -> Store:
     """The store of ``root``: a directory, or a URL that fsspec knows.
 
     Raises:
-        ValueError: ``root`` is a URL as a ``Path``.
+        ValueError: ``root`` is a URL as a ``Path``, or names no bucket.
         ImportError: it is a URL, and fsspec is not installed.
     """
     is_url = "://" in str(root)
@@ -21,6 +21,8 @@ def store_of(root: Path | str) -> Store:
         raise ValueError(f"{root} has lost a slash, as a Path does: give the URL as text")
     if not is_url:
         return Directory(root)
+    if not str(root).partition("://")[2].strip("/"):  # an empty variable of a job file
+        raise ValueError(f"{root} names no bucket: give s3://bucket/run")
     from .objects import Objects  # which needs fsspec
 
     return Objects(str(root))

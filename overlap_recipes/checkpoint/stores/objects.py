@@ -231,7 +231,17 @@ class Objects:
         steps = steps_of(name.removesuffix(_COMMIT) for name in commits)
         for step in self.commits.keys() - set(steps):
             del self.commits[step]
-        return [step for step in steps if _is_ours(self.text_of_commit(step))]
+        return [step for step in steps if self.is_commit(step)]
+
+    def is_commit(self, step: int) -> bool:
+        """Whether it is one of ours, whole or torn, and no JSON of the user's own."""
+        try:
+            found = json.loads(self.text_of_commit(step))
+        except (FileNotFoundError, IsADirectoryError):  # gone since it was listed, or a folder
+            return False
+        except ValueError:
+            return True
+        return isinstance(found, dict) and found.keys() >= {"data", "objects"}
 
     def commit_of(self, step: int) -> str:
         """The path of the object that makes ``step`` a checkpoint."""
@@ -383,12 +393,3 @@ def _commit_once(fs, path: str, content: dict) -> None:
             raise
         if fs.cat_file(path) != data:
             raise FileExistsError(f"{path}: another writer was first") from error
-
-
-def _is_ours(content: bytes) -> bool:
-    """Whether it is a commit, whole or torn, and no JSON of the user's own."""
-    try:
-        found = json.loads(content)
-    except ValueError:
-        return True
-    return isinstance(found, dict) and found.keys() >= {"data", "objects"}

@@ -91,6 +91,27 @@ def counts() -> Job:
     return state, "app.optim.state"
 
 
+def settings_of_a_parameter() -> Job:
+    state = job()
+    (weight,) = state.model[0].parameters()
+    state.optimizers[0].state[weight]["scale"] = 1.0 + dist.get_rank()
+    return state, "app.optim.state"
+
+
+class Counting(nn.Linear):
+    """Keeps what is no tensor in the state of the model."""
+
+    def get_extra_state(self) -> int:
+        return dist.get_rank()
+
+    def set_extra_state(self, state: int) -> None: ...
+
+
+def extra_state() -> Job:
+    torch.manual_seed(0)
+    return TrainingState(nn.Sequential(Counting(2, 2))), "app.model.0._extra_state"
+
+
 def long_array() -> torch.Tensor:
     numbers = torch.arange(5000.0)
     numbers[2500] += dist.get_rank()
@@ -144,6 +165,8 @@ REFUSED = {
     "large moments": lambda: moments(LARGE),
     "small moments": lambda: moments(8),
     "counts of an optimizer": counts,
+    "a float of an optimizer": settings_of_a_parameter,
+    "extra state": extra_state,
     "an object that shows nothing": lambda: value(Hidden(1 + dist.get_rank())),
     "one with a tensor": lambda: value(Hidden(torch.full((3,), 1 + dist.get_rank()))),
     "a deque of long arrays": lambda: value(collections.deque([long_array().numpy()])),
