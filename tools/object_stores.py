@@ -218,12 +218,16 @@ class S3(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512  # connections that wait to be taken: many ranks come at once
+
+
 def serve(ms: float, rate: float) -> None:
     """Print the port, and serve until this process is ended."""
     S3.delay_s = ms / 1e3
     S3.rate = rate * 1e6
-    server = ThreadingHTTPServer(("127.0.0.1", 0), S3)
-    server.daemon_threads = True
+    server = Server(("127.0.0.1", 0), S3)
     print(server.server_address[1], flush=True)
     server.serve_forever()
 

@@ -53,6 +53,8 @@ class _Planner(dcp.DefaultSavePlanner):
     DCP asks every one: .15 ms of the interpreter for each, .5 s for GPT-2 XL with its moments.
     """
 
+    metadata: Metadata | None = None  # on rank 0, of all ranks' plans: the list of contents
+
     def create_local_plan(self) -> dcp.SavePlan:
         leaves = self.state_dict
         first_of_form: dict[object, str] = {}
@@ -72,7 +74,8 @@ class _Planner(dcp.DefaultSavePlanner):
 
     def create_global_plan(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         buffers = names_of_buffers(self.state_dict)
-        return super().create_global_plan(_those_of_first(plans, buffers))
+        plans, _ = super().create_global_plan(_those_of_first(plans, buffers))
+        return plans, Metadata({})  # which DCP sends to all ranks: they need no list
 
     def shard(self, item: WriteItem) -> torch.Tensor:
         """What this rank writes for ``item``, a staged tensor."""
@@ -185,8 +188,7 @@ class _Layout(dcp.FileSystemWriter):
         self.calls: list[list] = []  # system calls of each file
 
     def finish(self, metadata, results) -> None:
-        """On rank 0: keep the part of ``.metadata`` that does not change."""
-        self.metadata = metadata
+        """On rank 0: keep the places, which do not change."""
         self.places = results
 
     def metadata_with(self, others: list[list[WriteResult]]) -> bytes:
@@ -367,7 +369,9 @@ class FileWriter:
             layout = _Layout(place)
             group = {"process_group": talk.group, "no_dist": talk.group is None}
             keep_quiet_alone()
-            dcp.save(state, storage_writer=layout, planner=_Planner(), **group)
+            planner_of_all = _Planner()
+            dcp.save(state, storage_writer=layout, planner=planner_of_all, **group)
+            layout.metadata = planner_of_all.metadata
             layout.made_for = _described(planner)
             self.layout = layout
             self.plans += 1

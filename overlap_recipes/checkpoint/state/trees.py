@@ -22,6 +22,8 @@ _VALUES = {int, float, bool, str, bytes, type(None)}
 _TUPLE = "tuple"
 _ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+_LAST_OF_ZIP = b"PK\5\6"  # the begin of the last record, which has as many bytes:
+_BYTES_OF_LAST = 22
 Path = tuple[str | int, ...]  # from the state on
 
 
@@ -69,7 +71,9 @@ def packed(state: object) -> bytes:
 
 
 def unpacked(data: bytes) -> object:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    """What ``packed`` was given; zeros may follow its bytes."""
+    end = data.rindex(_LAST_OF_ZIP) + _BYTES_OF_LAST
+    return torch.load(io.BytesIO(data[:end]), map_location="cpu", weights_only=False)
 
 
 # -- tensors that are made of others
