@@ -3,12 +3,14 @@
 """When a checkpoint counts, in any store: what is refused, and which stay."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 from .checked_files import MANIFEST, manifest_text
 from .stores.store import Store, name_of
 from .writing import Sink
 
 LOG = logging.getLogger(__name__)
+_LOOKS = 8  # at a time, at checkpoints
 
 
 class Checkpoint:
@@ -59,12 +61,16 @@ class Checkpoint:
 
     def commit(self, files: dict[str, int]) -> None:
         """What has this name already is set aside if it is damaged; a whole one stays."""
-        if self.step in self.store.steps():
+        try:
+            self.store.commit(self.step, self.place, files)
+        except FileExistsError:
+            if self.step not in self.store.steps():
+                raise
             if not self.store.wrong(self.step, every_byte=True):
                 self.store.drop(self.place)
-                raise FileExistsError(f"{self.name} is there and whole")
+                raise FileExistsError(f"{self.name} is there and whole") from None
             self.store.set_aside(self.step, "damaged")
-        self.store.commit(self.step, self.place, files)
+            self.store.commit(self.step, self.place, files)
         self.prune()
 
     def prune(self) -> None:
@@ -109,7 +115,9 @@ def left_out(store: Store, keep_last: int, keep_every: int) -> list[int]:
     there = store.steps()
     if len(there) <= keep_last:
         return []
-    whole = [step for step in there if not store.wrong(step)]
+    with ThreadPoolExecutor(_LOOKS) as threads:  # a store takes its time to answer
+        wrong = list(threads.map(store.wrong, there))
+    whole = [step for step, found in zip(there, wrong, strict=True) if not found]
     older = whole[keep_last:]
     return [step for step in older if not keep_every or step % keep_every]
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..ranks import keep_quiet_alone, on_all_ranks, on_first_rank, own_result
+from ..ranks import keep_quiet_alone, on_all_ranks, on_first_rank, own_rank, own_result
 from .checked_files import DamagedCheckpoint
 from .fit import Entry, Fit, Skip, entries_below, lists_of
 from .reader import Reader
@@ -171,19 +171,23 @@ def choose(store: Store, step: int | None = None) -> int | None:
         DamagedCheckpoint: there are checkpoints, and none is complete; they stay where they are.
     """
     chosen = step
+    newer = None
     if step is None:
-        chosen = on_first_rank(partial(_newest_whole, store))
+        chosen, newer = on_first_rank(partial(_newest_whole, store))
     if chosen is None:
         return None
-    wrong_by_rank = on_all_ranks(partial(_seen_wrong, store, chosen))
+    has_looked = step is None and own_rank() == 0
+    wrong_by_rank = on_all_ranks(lambda: [] if has_looked else _seen_wrong(store, chosen))
     if any(wrong_by_rank):
         raise RuntimeError(f"step {chosen} is not whole, by rank: {dict(enumerate(wrong_by_rank))}")
-    on_first_rank(partial(_set_newer_aside, store, chosen))
+    on_first_rank(partial(_set_newer_aside, store, chosen, newer))
     return chosen
 
 
-def _newest_whole(store: Store) -> int | None:
-    """The newest step whose checkpoint is complete, by names and sizes; None if there is nothing.
+def _newest_whole(store: Store) -> tuple[int | None, list[int]]:
+    """The newest step whose checkpoint is complete, by names and sizes, and those that are newer.
+
+    None if there is no checkpoint.
 
     Raises:
         DamagedCheckpoint: there are checkpoints, and none is complete.
@@ -192,15 +196,15 @@ def _newest_whole(store: Store) -> int | None:
     try:
         there = store.steps()
         newest_wrong: list[str] = []
-        for step in there:
+        for number, step in enumerate(there):
             wrong = store.wrong(step)
             if not wrong:
-                return step
+                return step, there[:number]
             newest_wrong = newest_wrong or wrong
     except Exception as error:  # whatever a store raises
         raise RuntimeError(f"cannot resume from {store.root}: {error}") from error
     if not there:
-        return None
+        return None, []
     raise _nothing_older(f"{store.root}/{name_of(there[0])}", "; ".join(newest_wrong))
 
 
@@ -221,11 +225,14 @@ def _seen_wrong(store: Store, step: int) -> list[str]:
     return wrong
 
 
-def _set_newer_aside(store: Store, step: int) -> None:
-    for newer in store.steps():
-        if newer > step:
-            store.set_aside(newer, "set-aside")
-            LOG.warning("%s is set aside: newer than what is resumed", name_of(newer))
+def _set_newer_aside(store: Store, step: int, found: list[int] | None) -> None:
+    """Set those that were ``found`` aside, or all that are newer than ``step``."""
+    newer = found
+    if newer is None:
+        newer = [each for each in store.steps() if each > step]
+    for each in newer:
+        store.set_aside(each, "set-aside")
+        LOG.warning("%s is set aside: newer than what is resumed", name_of(each))
 
 
 def _has_older(store: Store, step: int) -> bool:

@@ -166,22 +166,14 @@ class Objects:
         who = {"host": socket.gethostname(), "process": os.getpid(), "time": time.time()}
         who["name"] = uuid.uuid4().hex  # no other claim is the same
         while self.claim is None:
-            number = max(self.claims(), default=0) + 1
+            number = max(_claims_among(self.names()), default=0) + 1
             with suppress(FileExistsError):  # another job came at the same time
                 _commit_once(fs, f"{root}/claim.{number}", who)
                 self.claim = number
-        for number in self.claims():
+        for number in _claims_among(self.names()):
             if number < self.claim:
                 with suppress(Exception):  # it counts no more
                     fs.rm_file(f"{root}/claim.{number}")
-
-    def claims(self) -> list[int]:
-        found = []
-        for name in self.names():
-            claim = _CLAIM.fullmatch(name)
-            if claim is not None:
-                found.append(int(claim.group(1)))
-        return found
 
     def names(self) -> list[str]:
         """Of all that lies right below the root."""
@@ -227,7 +219,10 @@ class Objects:
         fs.rm_file(f"{root}/{probe}")
 
     def steps(self) -> list[int]:
-        commits = [name for name in self.names() if name.endswith(_COMMIT)]
+        names = self.names()
+        if self.claim is not None:
+            self.refuse_if_taken(names)
+        commits = [name for name in names if name.endswith(_COMMIT)]
         steps = steps_of(name.removesuffix(_COMMIT) for name in commits)
         for step in self.commits.keys() - set(steps):
             del self.commits[step]
@@ -337,7 +332,6 @@ class Objects:
         return found
 
     def begin(self, step: int, nbytes: int) -> str:
-        self.refuse_if_taken()
         return f"{self.root}/{name_of(step)}.{uuid.uuid4().hex[:8]}"
 
     def join(self, place: str) -> None:
@@ -357,15 +351,15 @@ class Objects:
         """An object is on the storage when it has its name."""
 
     def commit(self, step: int, place: str, files: dict[str, int]) -> None:
-        self.refuse_if_taken()
+        self.refuse_if_taken(self.names())
         fs, _ = self.at_root()
         content = {"data": place.rpartition("/")[2], "objects": files}
         _commit_once(fs, self.commit_of(step), content)
         self.commits[step] = json.dumps(content).encode()
 
-    def refuse_if_taken(self) -> None:
-        """Raise if a later job has claimed the root."""
-        newest = max(self.claims(), default=0)
+    def refuse_if_taken(self, names: list[str]) -> None:
+        """Raise if a later job has claimed the root, as ``names`` right below it say."""
+        newest = max(_claims_among(names), default=0)
         if newest != self.claim:
             raise RuntimeError(
                 f"another job has taken {self.root}, by claim.{newest}; this one's is claim."
@@ -393,3 +387,12 @@ def _commit_once(fs, path: str, content: dict) -> None:
             raise
         if fs.cat_file(path) != data:
             raise FileExistsError(f"{path}: another writer was first") from error
+
+
+def _claims_among(names: list[str]) -> list[int]:
+    found = []
+    for name in names:
+        claim = _CLAIM.fullmatch(name)
+        if claim is not None:
+            found.append(int(claim.group(1)))
+    return found

@@ -66,7 +66,11 @@ class Store(Protocol):
     def remove_probe(self, probe: str) -> None: ...
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, whole or damaged, the newest first."""
+        """The steps that have a checkpoint, whole or damaged, the newest first.
+
+        Raises:
+            RuntimeError: the root was opened here, and another job has taken it since.
+        """
 
     def wrong(self, step: int, every_byte: bool = False) -> list[str]:
         """What is wrong with the checkpoint of ``step``, a line each; [] if it is whole.
