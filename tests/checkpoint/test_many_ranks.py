@@ -46,6 +46,7 @@ def test_random_numbers_that_are_drawn_make_no_new_list_of_contents(
     state = TrainingState(torch.nn.Linear(2, 2))
     sizes = set()
     with CheckpointManager(tmp_path, state, grace_s=None) as checkpoints:
+        random.seed(0)
         for step in range(1, 21):
             for _ in range(1000):
                 random.random()

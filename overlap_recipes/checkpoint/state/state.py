@@ -115,10 +115,6 @@ class TrainingState(Stateful):
         self.trained = Trained(model, self.optimizers)
         self.left_out = LeftOut() if trainable_only else None
         self.shared = {name: as_stateful(name, item) for name, item in shared.items()}
-        # Bytes in a checkpoint, by name. Random numbers differ in size from save to save; if that
-        # of one rank does, rank 0 makes a new list of contents, for 3 s of its interpreter at 64
-        # ranks. So each has some room.
-        self.rooms: dict[str, int] = {}
         self.per_rank = {RandomNumbers.NAME: RandomNumbers(self)}
         for name, item in (per_rank or {}).items():
             self.per_rank[name] = as_stateful(name, item)
@@ -170,13 +166,7 @@ class TrainingState(Stateful):
     def _of_this_rank(self) -> dict[str, bytes]:
         states = {}
         for name, item in self._random_last():
-            data = packed(item.state_dict())
-            written = len(data.decode("latin1").encode())  # torch.save writes bytes as text
-            room = self.rooms.get(name, 0)
-            if not written <= room <= 2 * written:
-                room = written + written // 8
-                self.rooms[name] = room
-            states[name] = data + bytes(room - written)
+            states[name] = packed(item.state_dict())
         return states
 
     def _random_last(self) -> list[tuple[str, Stateful]]:

@@ -8,6 +8,7 @@ the plain tensors inside, by names below that of the whole, and how to join them
 ``_indices`` and ``_values``, which give a sparse tensor's own memory.
 """
 
+import base64
 import importlib
 import io
 from collections.abc import Callable
@@ -22,6 +23,8 @@ _VALUES = {int, float, bool, str, bytes, type(None)}
 _TUPLE = "tuple"
 _ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+_ROOM = 4096  # bytes, a multiple of which each rank's own things take
+_FIRST_OF_ZIP = b"PK"
 _LAST_OF_ZIP = b"PK\5\6"  # the begin of the last record, which has as many bytes:
 _BYTES_OF_LAST = 22
 Path = tuple[str | int, ...]  # from the state on
@@ -64,16 +67,24 @@ def walk(tree: object, function: Callable[[object], object]) -> object:
 
 
 def packed(state: object) -> bytes:
-    """One leaf of a checkpoint, whatever the state has inside; ``torch.load`` reads it."""
+    """One leaf of a checkpoint, whatever the state has inside; its size seldom changes.
+
+    If a size does, rank 0 makes a new list of contents, which takes its interpreter for 3 s at 64
+    ranks. Random numbers differ in size from save to save, and ``torch.save`` writes bytes above
+    127 as two: so the file is filled up, and what is saved is base64.
+    """
     file = io.BytesIO()
     torch.save(state, file)
-    return file.getvalue()
+    room = -(-file.tell() // _ROOM) * _ROOM
+    return base64.b64encode(file.getvalue().ljust(room, b"\0"))
 
 
 def unpacked(data: bytes) -> object:
-    """What ``packed`` was given; zeros may follow its bytes."""
-    end = data.rindex(_LAST_OF_ZIP) + _BYTES_OF_LAST
-    return torch.load(io.BytesIO(data[:end]), map_location="cpu", weights_only=False)
+    file = data
+    if not data.startswith(_FIRST_OF_ZIP):  # which earlier versions have saved as it is
+        file = base64.b64decode(data)
+    end = file.rindex(_LAST_OF_ZIP) + _BYTES_OF_LAST
+    return torch.load(io.BytesIO(file[:end]), map_location="cpu", weights_only=False)
 
 
 # -- tensors that are made of others
