@@ -228,8 +228,7 @@ class Ranks:
                 os.write(writing, json.dumps({"rank": rank, **message}).encode() + b"\n")
 
             who, at = struck
-            if who:
-                logging.disable()  # of saves that fail
+            logging.disable(logging.ERROR if who else logging.WARNING)  # as of saves that fail
             counted = Counted(at if is_struck(who, rank) else 0, lambda: strike(who))
             self.job(count, counted, tell)
             dist.barrier()  # gloo may abort a process that ends within a collective

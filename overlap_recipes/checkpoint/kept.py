@@ -61,16 +61,12 @@ class Checkpoint:
 
     def commit(self, files: dict[str, int]) -> None:
         """What has this name already is set aside if it is damaged; a whole one stays."""
-        try:
-            self.store.commit(self.step, self.place, files)
-        except FileExistsError:
-            if self.step not in self.store.steps():
-                raise
+        if self.step in self.store.steps():
             if not self.store.wrong(self.step, every_byte=True):
                 self.store.drop(self.place)
-                raise FileExistsError(f"{self.name} is there and whole") from None
+                raise FileExistsError(f"{self.name} is there and whole")
             self.store.set_aside(self.step, "damaged")
-            self.store.commit(self.step, self.place, files)
+        self.store.commit(self.step, self.place, files)
         self.prune()
 
     def prune(self) -> None:

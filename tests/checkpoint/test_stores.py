@@ -191,14 +191,14 @@ def test_of_two_jobs_one_saves_and_the_other_is_told(place: Place) -> None:
 def test_a_job_that_is_overtaken_while_it_writes_commits_nothing(tmp_path: Path) -> None:
     place = Place("store", tmp_path / "root")
     with place.saves() as older:
-        commit = older.store.commit
+        settle = older.store.settle
 
-        def commit_late(*arguments: object) -> None:
+        def settle_late(*arguments: object) -> None:
             with place.saves() as newer:
                 newer.save(state_of(7), 7).result()
-            commit(*arguments)
+            settle(*arguments)
 
-        older.store.commit = commit_late
+        older.store.settle = settle_late
         failed = older.save(state_of(9), 9).exception()
         older.latest = None
     assert "another job has taken" in str(failed)

@@ -190,8 +190,6 @@ class Directory:
 
     def commit(self, step: int, place: str, files: dict[str, int]) -> None:
         directory = self.path_of(step)
-        if directory.exists():
-            raise FileExistsError(f"{directory} is there")
         Path(place).rename(directory)
         flush(self.root)
         write_durably(self.root / POINTER, directory.name)

@@ -351,7 +351,8 @@ class Objects:
         """An object is on the storage when it has its name."""
 
     def commit(self, step: int, place: str, files: dict[str, int]) -> None:
-        self.refuse_if_taken(self.names())
+        if self.claim is None:
+            raise RuntimeError(f"{self.root} is closed: save inside the manager's block")
         fs, _ = self.at_root()
         content = {"data": place.rpartition("/")[2], "objects": files}
         _commit_once(fs, self.commit_of(step), content)

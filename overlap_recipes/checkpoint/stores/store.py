@@ -112,8 +112,9 @@ class Store(Protocol):
     def commit(self, step: int, place: str, files: dict[str, int]) -> None:
         """On rank 0: make what is at ``place`` the checkpoint of ``step``, in one step.
 
+        ``steps`` is asked right before, and has refused a root that another job has taken.
+
         Raises:
-            RuntimeError: another job has taken the root since.
             FileExistsError: there is a checkpoint of ``step``.
         """
 
