@@ -10,6 +10,7 @@ CASES = Path(__file__).parent / "cases"
 DEADLINE_S = 60.0
 LOST = "checkpoint/lost_saves.py"
 RANKS = "checkpoint/ranks_differ.py"
+HEADS_REFUSED = ("layer", "order", "idle", "changed", "scaler")
 RIGHT = [
     ("float8_weights", "checkpoint/float8_weights.py", 2, ("resumes",)),
     ("eight_bit_moments", "checkpoint/eight_bit_moments.py", 2, ("resumes",)),
@@ -28,15 +29,8 @@ RIGHT = [
     ("other_seeds", "offload/ranks_apart.py", 2, ("seeds",)),
     ("gradients_before_the_check", "offload/ranks_apart.py", 2, ("gradients",)),
     ("ranks_of_a_small_host", "offload/ranks_apart.py", 2, ("small_host",)),
-    ("heads_on_ranks", "offload/heads_on_ranks.py", 2, ("heads",)),
-    ("heads_of_other_shapes", "offload/heads_on_ranks.py", 2, ("shapes",)),
-    ("head_of_no_rank", "offload/heads_on_ranks.py", 2, ("nobody",)),
-    ("head_of_one_rank_in_turn", "offload/heads_on_ranks.py", 2, ("in_turn",)),
-    ("layer_of_one_rank", "offload/heads_on_ranks.py", 2, ("layer",)),
-    ("layers_in_another_order", "offload/heads_on_ranks.py", 2, ("order",)),
-    ("no_backward_on_one_rank", "offload/heads_on_ranks.py", 2, ("idle",)),
-    ("gradients_changed_on_one_rank", "offload/heads_on_ranks.py", 2, ("changed",)),
-    ("scaler_on_ranks", "offload/heads_on_ranks.py", 2, ("scaler",)),
+    ("heads_trained", "offload/heads_on_ranks.py", 2, ("heads", "shapes", "nobody", "in_turn")),
+    ("heads_refused", "offload/heads_on_ranks.py", 2, HEADS_REFUSED),
     ("asked_to_leave", "checkpoint/asked_to_leave.py", 2, ()),
     ("ranks_that_differ", RANKS, 2, ("refused",)),
     ("ranks_alike", RANKS, 2, ("taken",)),

@@ -1,6 +1,6 @@
 """Two ranks that use other modules: the weights of DDP, alike on both, or a refusal on both.
 
-The argument: ``heads`` (each rank's task has a head of its own), ``shapes`` (these have other
+Arguments, in turn: ``heads`` (each rank's task has a head of its own), ``shapes`` (these have other
 shapes), ``nobody`` (a head that no rank uses), ``in_turn`` (a head that one rank uses in each
 second step) train as ``DistributedDataParallel(find_unused_parameters=True)`` does. ``layer`` (one
 rank leaves a layer out), ``order`` (one runs layers in another order), ``idle`` (one has no
@@ -117,5 +117,6 @@ def main(name: str) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    main(sys.argv[1])
+    for name in sys.argv[1:]:
+        main(name)
     dist.destroy_process_group()
