@@ -163,7 +163,7 @@ class Ranks:
     def __init__(self, root: str, parameters: int) -> None:
         self.root = root
         self.parameters = parameters
-        self.durable = 0  # the newest step whose save has ended well
+        self.durable = 0  # the newest step whose save has ended well, or that was resumed
         self.told: list[dict] = []
         self.codes: list[int] = []
 
@@ -204,7 +204,7 @@ class Ranks:
             for line in lines:
                 message = json.loads(line)
                 self.told.append(message)
-                if message["what"] == "save":
+                if message["what"] in ("save", "resume"):
                     self.durable = max(self.durable, message["step"])
 
     def be_rank(self, rank: int, ranks: int, listening, writing: int, count: int, struck) -> None:
