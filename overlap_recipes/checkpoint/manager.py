@@ -306,6 +306,8 @@ class CheckpointManager:
 
         Ask on all ranks in the same steps, as often as you like, by one rank alone in an evaluation
         too: the answer changes at most where an optimizer of the job steps, and true is for good.
+        Ranks that leave out other steps of it leave at other steps, and their save fails. Where its
+        steps call no hook of torch, as in a CUDA graph, a signal counts from the first save on.
 
         Raises:
             RuntimeError: outside the block.

@@ -298,7 +298,9 @@ def test_schedules_of_another_kind_are_refused_before_anything_changes(
     assert torch.equal(states[1].model.weight, before)
 
 
-@pytest.mark.parametrize("what", ["never given", "replaced", "of another model", "inside"])
+@pytest.mark.parametrize(
+    "what", ["never given", "replaced", "of another model", "inside", "of this rank"]
+)
 def test_an_optimizer_that_steps_the_model_and_was_not_given_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
@@ -310,7 +312,9 @@ def test_an_optimizer_that_steps_the_model_and_was_not_given_is_told_of(
     if what == "inside":
         other.state = given.state
     stepping = [other] if what == "replaced" else [given, other]
-    with CheckpointManager(tmp_path, TrainingState(model, given), grace_s=None) as own:
+    of_rank = {"own": other} if what == "of this rank" else {}
+    state = TrainingState(model, given, per_rank=of_rank)
+    with CheckpointManager(tmp_path, state, grace_s=None) as own:
         for number in range(1, 4):
             step(model, *stepping)
             own.save(number)
