@@ -12,6 +12,7 @@ from recipe_index import JINJA, SOURCE, recipes_of
 from results import link
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+from torch_names import addresses
 
 from benchmarks import first_tables
 
@@ -23,6 +24,7 @@ API = re.compile(
 CHANGELOG = ROOT / "guide" / "changelog.rst"
 DATED = re.compile(r"^(\d{4}-\d\d-\d\d[^\n]*)\n-+\n\n(.*?)(?=^\d{4}-|\Z)", re.DOTALL | re.MULTILINE)
 MARK = "* **Wrong results.**"
+VERSIONS = ROOT / "guide" / "versions.json"
 GLOSSARY = ROOT / "guide" / "glossary.rst"
 
 
@@ -36,6 +38,7 @@ class Template(SphinxDirective):
         html = JINJA.get_template(f"guide/{self.arguments[0]}").render(
             data=lambda name: json.loads((ROOT / "guide" / name).read_text(encoding="utf-8")),
             apis=apis(),
+            documented=addresses(),
             runs=first_tables.runs_of_recipes(ROOT),
             scripts=reproducers(),
         )
@@ -160,7 +163,24 @@ def link_first_uses(app: Sphinx, doctree: nodes.document) -> None:
         text.parent.replace(text, parts)
 
 
+def say_when_it_ran_on_a_cpu(app: Sphinx, doctree: nodes.document) -> None:
+    """Below what ran on accelerators: the newest torch that it ran with on a CPU, and when."""
+    if app.env.docname not in getattr(app, "recipe_runs", {}) or not VERSIONS.exists():
+        return
+    app.env.note_dependency(str(VERSIONS))
+    name = app.env.docname.rpartition("/")[2]
+    last = ""
+    for torch, record in json.loads(VERSIONS.read_text(encoding="utf-8")).items():
+        run = record["recipes"].get(name)
+        if run is not None and run["ok"]:
+            last = f"Verified on a CPU, {record['ranks']} ranks, torch {torch}, {run['date']}"
+    for badges in doctree.findall(nodes.container):
+        if last and "verification" in badges["classes"]:
+            badges += nodes.paragraph("", last, classes=["badge", "badge-verified"])
+
+
 def setup(app: Sphinx) -> dict:
+    app.connect("doctree-read", say_when_it_ran_on_a_cpu)
     app.add_directive("template", Template)
     app.add_directive("wrong-results", WrongResults)
     app.connect("doctree-read", link_first_uses)

@@ -253,7 +253,10 @@ class ResultTable(ResultDirective):
             rows_of = "row" if len(rest) == 1 else "rows"
             shown += folded(f"{len(rest)} more {rows_of}", [_table(headings, rest)])
         shown += _numbered(notes)
-        shown += self._origin(result, rows, same, columns)
+        origin = self._origin(result, rows, same, columns)
+        if self.env.docname.startswith("recipes/"):
+            origin = folded(f"Measured on {result.machine}, {result.data['date']}: how", origin)
+        shown += origin
         shown.append(self._others(result))
         return shown
 

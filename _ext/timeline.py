@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from docutils import nodes
+from folded import folded
 from lanes import Bar, Lane, Mark, Panel, draw, listing, picture
 from results import device_tabs, earlier_version, not_measured, note_changes, remember
 from sphinx import addnodes
@@ -133,6 +134,8 @@ class Timeline(SphinxDirective):
             return [not_measured(f"{benchmark}: {', '.join(modes)}")]
         tabs = [self._machine(machines[key], repo) for key in sorted(machines)]
         shown = device_tabs(tabs)
+        if self.env.docname.startswith("recipes/"):
+            shown = folded(f"A measured timeline of {', '.join(modes)}", shown)
         if absent:
             shown = shown + [not_measured(f"{benchmark}: {', '.join(absent)}")]
         return shown

@@ -6,8 +6,8 @@ function toggles() {
   const code = [...document.querySelectorAll("article div.highlight-Python pre, article div.highlight-python pre")];
   for (const control of document.querySelectorAll(".recipe-control")) {
     const diff = control.querySelector(".highlight-diff pre");
-    const removed = diff ? diff.innerText.split("\n").filter((line) => line.startsWith("-")).map((line) => line.slice(1)) : [];
-    const block = code.find((pre) => removed.length && pre.innerText.includes(removed.join("\n")));
+    const removed = diff ? diff.textContent.split("\n").filter((line) => line.startsWith("-")).map((line) => line.slice(1)) : [];
+    const block = code.find((pre) => removed.length && pre.textContent.includes(removed.join("\n")));
     if (!block) continue;
     const button = document.createElement("button");
     button.type = "button";
@@ -15,15 +15,38 @@ function toggles() {
     button.textContent = "Show it in the code";
     button.setAttribute("aria-pressed", "false");
     button.addEventListener("click", () => show(control, block, removed));
-    control.querySelector(".control-says")?.after(button);
+    (control.querySelector("summary") ?? control.querySelector(".control-says"))?.after(button);
   }
+}
+
+const TALL = 120; // lines of a block of code of which the first are shown
+const FIRST = 80;
+
+function shorten() {
+  for (const pre of document.querySelectorAll("article div.highlight-Python pre")) {
+    const lines = pre.textContent.trimEnd().split("\n").length;
+    if (lines <= TALL || pre.closest("details") || !document.querySelector(".recipe-header")) continue;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "toggle-line";
+    button.textContent = `Show all ${lines} lines`;
+    pre.style.maxHeight = `${(FIRST * pre.getBoundingClientRect().height) / lines}px`;
+    pre.style.overflowY = "hidden";
+    button.addEventListener("click", () => lengthen(pre, button));
+    pre.closest('div[class*="highlight-"]').after(button);
+  }
+}
+
+function lengthen(pre, button) {
+  pre.style.maxHeight = "";
+  button.remove();
 }
 
 function show(control, block, removed) {
   document.querySelector(".toggled")?.remove();
-  const added = control.querySelector(".highlight-diff pre").innerText.split("\n")
+  const added = control.querySelector(".highlight-diff pre").textContent.split("\n")
     .filter((line) => line.startsWith("+")).map((line) => line.slice(1));
-  const [before, after] = block.innerText.split(removed.join("\n"), 2);
+  const [before, after] = block.textContent.split(removed.join("\n"), 2);
   const lines = (text, from, to) => text.split("\n").slice(from, to).join("\n");
   const panel = document.createElement("figure");
   panel.className = "toggled";
@@ -57,6 +80,7 @@ function show(control, block, removed) {
   });
   pressed.setAttribute("aria-pressed", "true");
   panel.append(pre, failure, back);
+  block.closest("details")?.setAttribute("open", "");
   block.closest('div[class*="highlight-"]').after(panel);
   back.focus({ preventScroll: true });
   panel.scrollIntoView({ block: "center" });
@@ -65,3 +89,4 @@ function show(control, block, removed) {
 // What ranks print scrolls in its box: by keyboard, too.
 for (const pre of document.querySelectorAll(".sphx-glr-script-out pre")) pre.tabIndex = 0;
 toggles();
+shorten();

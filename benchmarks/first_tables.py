@@ -269,7 +269,7 @@ SHARDED = {
     "reduce_dtype": "float32",
     "activation_checkpointing": "no",
 }
-HEADINGS = ["", "PyTorch alone", "Best other package", "Ours"]
+HEADINGS = ["What", "PyTorch alone", "Best other package", "Ours"]
 
 
 @dataclass(frozen=True)

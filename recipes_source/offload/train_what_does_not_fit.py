@@ -15,8 +15,8 @@ Adam rounds differently from the host's.
    :field: kept
    :where: model=llama-8b
 
-   100 % is the speed of a **resident** run, which keeps everything on the device. ``streamed_adam``
-   clips. ``streamed_adam_in_backward`` updates during backward, too, and cannot clip.
+   100 % is the speed of a **resident** run, which keeps everything on the device. ``max_norm`` clips;
+   ``in_backward=True`` updates during backward, too, and cannot clip.
 
 .. index::
    single: model too big for the GPU
