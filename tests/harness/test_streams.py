@@ -3,6 +3,7 @@
 A true positive is a program without one edge; its true negative is the same program with the edge.
 """
 
+import concurrent.futures
 import os
 import pickle
 import queue
@@ -235,6 +236,20 @@ def test_memory_is_given_back_in_the_order_of_its_lane(recorder, ordered):
         tensor.untyped_storage().resize_(0)
     assert bool(recorder.conflicts) is not ordered
     assert all(conflict.later.operator == "resize_" for conflict in recorder.conflicts)
+
+
+@pytest.mark.parametrize("wait", [concurrent.futures.wait, concurrent.futures.as_completed, list])
+def test_what_a_pool_did_is_known_once_its_futures_were_waited_for(recorder, wait):
+    """Which have ended already; ``list`` waits for none."""
+    tensor = torch.zeros(8)
+    wait = getattr(concurrent.futures, wait.__name__, list)  # as a script finds it
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(write, tensor)
+        while future._state != "FINISHED":  # which teaches nothing
+            pass
+        assert len(list(wait([future]))) >= 1
+        read(tensor)
+    assert bool(recorder.conflicts) is (wait is list), recorder.conflicts
 
 
 @pytest.mark.parametrize("handed_over", ["join", "result", "event", "queue"])
