@@ -342,6 +342,31 @@ def test_saving_on_the_main_thread_waits_for_its_stream(recorder, tmp_path):
     assert recorder.conflicts == []
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_that_a_thread_has_waited_for_may_be_let_go_of_by_another(recorder, waits):
+    """The thread that issued the copy lets go last: a future came before its block has ended."""
+    side, event, ended = torch.cpu.Stream(), torch.cpu.Event(), threading.Semaphore(0)
+    shared = [torch.zeros(8) + 1]
+    torch.cpu.synchronize()
+    with torch.cpu.stream(side):
+        read(shared[0])
+    event.record(side)
+
+    def arrive() -> None:
+        if waits:
+            event.synchronize()
+        ended.release()
+
+    thread = threading.Thread(target=arrive)
+    thread.start()
+    ended.acquire()  # a semaphore teaches the recorder nothing
+    shared.clear()
+    again = torch.zeros(8) + 1
+    assert (recorder.conflicts == []) == waits, recorder.conflicts
+    thread.join()
+    assert again.numel() == 8
+
+
 @pytest.mark.parametrize("reader", ["a thread", "a stream", "a stream that it waits for"])
 def test_memory_that_a_stream_may_still_read_is_given_back_too_early(recorder, reader):
     """A thread has read what it has let go of; what it queued on a stream has perhaps not run.

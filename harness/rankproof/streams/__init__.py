@@ -53,7 +53,7 @@ The model, which is that of a CUDA program:
 * What ``torch.randn`` and the like make without a ``device`` is made by the host, as a batch is.
 * Memory is given back, with the last reference to it, to the stream that allocated it, and goes to
   that stream's next allocation of its size, as a caching allocator would have it: what other lanes
-  still do with it then conflicts, unless the thread that issued it has waited for it. Giving it
+  still do with it then conflicts, unless a thread has waited for it. Giving it
   back by ``untyped_storage().resize_`` is a write of it on the current lane; what it grows to again
   is other memory. What ``resize_`` keeps of a storage that it moves is read and written on the
   current lane.

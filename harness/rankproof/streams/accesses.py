@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rankproof.streams.lanes import Clock, Collective, HostThread, Stream
+from rankproof.streams.lanes import Clock, Collective, Stream
 
 Range = tuple[int, int]  # first address, address behind the last
 
@@ -23,7 +23,6 @@ class Access:
     ranges: tuple[Range, ...]
     collective: Collective | None = None  # whose access it is
     arrives: bool = False  # it is written by a copy that need not wait, from no host memory
-    by: HostThread | None = None  # who issued it
 
     @property
     def verb(self) -> str:
@@ -36,10 +35,6 @@ class Access:
     def before(self, clock: Clock) -> bool:
         """Whether whoever knows ``clock`` comes after this access."""
         return self.time <= clock.get(self.on.lane, 0)
-
-    def is_known_by_its_thread(self) -> bool:
-        """Whether the thread that issued it knows by now that it is complete."""
-        return self.by is not None and self.before(self.by.clock)
 
     def superseded_by(self, later: "Access") -> bool:
         """Whether all that must come after this access must come after ``later`` anyway."""

@@ -132,6 +132,11 @@ class HostThread(Stream):
         self.copies_in_turn = False  # blocking, and on the default stream: see ``stagers``
         self.heard: Clock = {}  # of futures that a library found done: told on, but not known
 
+    def learn(self, clock: Clock) -> None:
+        with self.recorder.lock:
+            super().learn(clock)
+            join(self.recorder.waited_for, clock)
+
     def name_of(self, thread: threading.Thread | None) -> str:
         if self.is_main:
             return "main"

@@ -15,7 +15,7 @@ import torch
 from rankproof.imports import around
 from rankproof.protocol import OrderRecord
 from rankproof.streams.accesses import Access, Conflict, byte_ranges, conflict_of
-from rankproof.streams.lanes import RECORDERS, Collective, HostThread, Stream, join
+from rankproof.streams.lanes import RECORDERS, Clock, Collective, HostThread, Stream, join
 from rankproof.streams.memory import Memory, Region
 
 MOST_CONFLICTS = 20
@@ -57,6 +57,7 @@ class Recorder:
         self.threads = threading.local()
         self.default_stream = Stream(recorder=self, name="the default stream")
         self.streams = [self.default_stream]
+        self.waited_for: Clock = {}  # by any thread
         self.collectives = 0  # asynchronous ones
         self.collective_lanes: list[Stream] = []
         self.freed: dict[tuple[int, int], list[list[Access]]] = {}  # by lane and bytes
@@ -111,8 +112,7 @@ class Recorder:
             region = self.region_of(tensor)
             time = on.clock[on.lane]
             ranges = byte_ranges(tensor)
-            by = self.this_thread()
-            access = Access(operator, writes, where, on, time, ranges, collective, arrives, by)
+            access = Access(operator, writes, where, on, time, ranges, collective, arrives)
             self.touch(region, access)
 
     def touch(self, region: Region, access: Access) -> None:
@@ -221,7 +221,7 @@ class Recorder:
     def free(self, region: Region) -> None:
         """The last reference to ``region`` is gone: keep what its home stream does not wait for.
 
-        Any thread may let go last. Those that had let go before knew what they had waited for.
+        Any thread may let go last; what another has waited for is complete by then.
         """
         home = region.home
         if self not in RECORDERS or home is None or isinstance(home, HostThread) or region.on_host:
@@ -234,7 +234,7 @@ class Recorder:
                 ordered = access.on is home or access.before(known)
                 has_returned = isinstance(access.on, HostThread)
                 is_kept = access.awaits_wait()  # its process group holds on to the memory
-                was_waited_for = access.is_known_by_its_thread()
+                was_waited_for = access.before(self.waited_for)
                 is_named = access.on.lane in region.used_by
                 if not (ordered or has_returned or was_waited_for or is_kept or is_named):
                     operator = access.operator.removesuffix(FREED) + FREED
