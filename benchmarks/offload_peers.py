@@ -176,11 +176,14 @@ DEPTHS = {"deepspeed_offload": (2, 4)}  # eight layers take more than 128 GiB of
 
 
 MASTERS = "float32 masters and moments"
+EIGHT_BITS = "float32 masters, moments of 8 bits"
 FLOAT32 = "float32 weights and moments"
 BFLOAT16 = "bfloat16 weights and moments, no masters"
 HOW: dict[str, dict[str, object]] = {  # fields of a row: whether it clips, and its precision
     "streamed_adam": {"clips": True, "precision": MASTERS},
     "streamed_adam_in_backward": {"clips": False, "precision": MASTERS},
+    "8bit": {"clips": True, "precision": EIGHT_BITS},
+    "8bit_in_backward": {"clips": False, "precision": EIGHT_BITS},
     "larger_than_device": {"clips": True, "precision": MASTERS},
     "torchao": {"clips": False, "precision": BFLOAT16},
     "torchao_clipped": {"clips": True, "precision": BFLOAT16},

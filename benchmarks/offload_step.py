@@ -3,6 +3,7 @@
     torchrun --nproc-per-node=1 --max-restarts=3 benchmarks/offload_step.py   # one H200
     python benchmarks/offload_step.py --what peers                            # other packages
     python benchmarks/offload_step.py --what larger                           # one H100
+    python benchmarks/offload_step.py --what 8bit                             # one H200
     torchrun --nproc-per-node=2 benchmarks/offload_step.py --what peers       # or copies
     python benchmarks/offload_step.py --small --out /tmp/rehearsal            # a minute on a CPU
 
@@ -23,6 +24,8 @@ How a number is made
   are the weights, gradients and optimizer states on the device, slots included; what a budget of
   24 GB leaves for layers is used. ``streamed_adam_in_backward`` does not clip, and updates each
   layer as its gradients arrive.
+* ``8bit``, ``8bit_in_backward``: the same with ``moments="8bit"``; ``held_bytes``: what the host
+  holds, by ``Pss``, more than before the model was made. They have no ``bound_s`` yet.
 * ``kept``: ``resident`` over the row's step. ``bound_s``: backward and the longer of forward and
   update; without clipping, the longer of forward with backward and update. Update: 28 bytes for
   each parameter on the host at the faster of the two rates of ``host``. ``of_bound``: ``bound_s``
@@ -76,6 +79,8 @@ OURS = (
     "host",
     "streamed_adam",
     "streamed_adam_in_backward",
+    "8bit",
+    "8bit_in_backward",
     "larger_than_device",
     "own_copy",
     "one_copy",
@@ -159,7 +164,13 @@ class Ours:
     """A Llama whose layers are on the host as far as they do not fit ``budget``."""
 
     def __init__(
-        self, size: Size, device: torch.device, layers: int, budget: float, host: Host | None = None
+        self,
+        size: Size,
+        device: torch.device,
+        layers: int,
+        budget: float,
+        host: Host | None = None,
+        **settings,
     ) -> None:
         self.size = size
         self.device = device
@@ -171,9 +182,8 @@ class Ours:
         self.streamed = stack(self.model, self.model.model.layers, device, budget=budget)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        self.optimizer = HostAdamW(
-            by_decay(self.model), self.streamed, lr=1e-4, max_norm=LARGEST_NORM
-        )
+        settings = {"max_norm": LARGEST_NORM} | settings
+        self.optimizer = HostAdamW(by_decay(self.model), self.streamed, lr=1e-4, **settings)
         on_host = self.host_parameters / 1e9
         on_device = self.device_state_bytes / 1e9
         tell(f"{on_host:.2f} G parameters on the host, {on_device:.1f} GB of state on the device")
@@ -454,6 +464,34 @@ class Benchmark:
         name = "streamed_adam" if clip else "streamed_adam_in_backward"
         self.row(name, tokens, ours.memory, **fields, samples=samples)
 
+    def eight_bits(self, tokens: int, clip: bool) -> None:
+        """Steps with moments of 8 bits; a model of its own, which the host holds by itself."""
+        self.clear()
+        held = memory_of_process("Pss")
+        budget = 0
+        if self.size is FULL:
+            budget = max(0, DEVICE_STATE - self.around_layers)
+        settings = {"moments": "8bit"}
+        if not clip:
+            settings |= {"max_norm": None, "in_backward": True}
+        ours = Ours(self.size, self.device, self.size.layers, budget, **settings)
+        steps = train(ours.loop(tokens, clip), self.size.steps)
+        ours.streamed.wait()
+        fields = {
+            "step_s": statistics.median(steps),
+            "optimizer_in_step": True,
+            "skipped": ours.optimizer.skipped,
+            "held_bytes": memory_of_process("Pss") - held,
+            "host_parameters": ours.host_parameters,
+            "layers_on_device": len(ours.streamed.resident.plain),
+        }
+        resident = self.found("resident", tokens)
+        if resident:
+            fields["kept"] = resident["step_s"] / fields["step_s"]
+        name = "8bit" if clip else "8bit_in_backward"
+        self.row(name, tokens, ours.memory, **fields, samples={"step_s": steps})
+        ours.close()
+
     def against_bound(self, ours: Ours, tokens: int, clip: bool, step: float) -> dict:
         """What is kept of a resident run's throughput, and what a step could take at best.
 
@@ -645,6 +683,11 @@ class Benchmark:
                 for tokens in every:
                     work = partial(self.streamed, tokens, clip)
                     found.append(self.task(name, 35, work, tokens))
+        if what in ("8bit", "all"):
+            for name, clip in {"8bit_in_backward": False, "8bit": True}.items():
+                for tokens in every:
+                    work = partial(self.eight_bits, tokens, clip)
+                    found.append(self.task(name, 60, work, tokens))
         if what == "larger":
             found.append(self.task("larger_than_device", 150, self.larger, least))
         if what == "copies":
@@ -663,7 +706,7 @@ class Benchmark:
 
 def main() -> None:
     parser = measuring.command_line(__doc__)
-    choices = ("ours", "peers", "copies", "larger", "all")
+    choices = ("ours", "8bit", "peers", "copies", "larger", "all")
     parser.add_argument("--what", choices=choices, default="ours")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--depths", nargs="+", type=int, help="of peers; 32: nothing extrapolated")

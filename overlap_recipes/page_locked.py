@@ -54,6 +54,8 @@ class PageLocked:
         piece: int | None = None,
     ) -> None:
         self.unlock: list[Callable[[], object]] = []
+        self.device = device
+        self.is_away = False
         try:
             self.memory = allocate(max(nbytes, 1))
             self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:nbytes]
@@ -90,6 +92,28 @@ class PageLocked:
             said = cuda.cudaGetErrorString(cuda.cudaError(error))
             raise RuntimeError(f"CUDA error {error}: {said}")
         self.unlock.append(finalize(self, cuda.cudaHostUnregister, address))
+
+    def give_away(self) -> None:
+        """Unlock the pages, and give them back to the system: what is read here then is zeros.
+
+        For memory of ``private_memory``, which no copy reads or writes.
+        """
+        if not self.is_away:
+            self.is_away = True
+            self.close()
+            self.memory.madvise(mmap.MADV_DONTNEED)
+
+    def take_back(self) -> None:
+        """Lock pages again where they were given away.
+
+        Raises:
+            RuntimeError: the driver will not lock them.
+        """
+        if self.is_away:
+            self.is_away = False
+            self.bytes.zero_()
+            if self.device.type == "cuda" and self.bytes.nbytes > 0:
+                self.lock(self.bytes)
 
     def close(self) -> None:
         """Unlock the pages, once; the memory is the host's when no tensor uses it any more."""

@@ -18,7 +18,7 @@ SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 _Tensors = list[torch.Tensor]
 
 
-def _fused_adamw(settings: dict, gradient, step, master, exp_avg, exp_avg_sq, skip=None) -> None:
+def fused_adamw(settings: dict, gradient, step, master, exp_avg, exp_avg_sq, skip=None) -> None:
     """One step of AdamW in fp32, the one that ``step`` counts; none if ``skip`` is 1."""
     beta1, beta2 = settings["betas"]
     torch._fused_adamw_(
@@ -247,7 +247,7 @@ def update_on_device(settings: dict, parameter: nn.Parameter, state, scale, skip
     if parameter.dtype != torch.float32:
         take_changes(master, parameter.detach())
     gradient = parameter.grad.float().mul_(scale)
-    _fused_adamw(settings, gradient, step, master, state["exp_avg"], state["exp_avg_sq"], skip)
+    fused_adamw(settings, gradient, step, master, state["exp_avg"], state["exp_avg_sq"], skip)
     if parameter.dtype != torch.float32:
         parameter.copy_(master)
 

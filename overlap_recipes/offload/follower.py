@@ -28,6 +28,10 @@ class Follower:
     def after_gradients(self, layer: int) -> None:
         """Its gradients are in its slot on the device."""
 
+    def takes_gradients(self, layer: int) -> bool:
+        """Whether it has taken them from there: then they are not copied to the host."""
+        return False
+
     def after_store(self, layer: int) -> None:
         """Their copy to the host is queued."""
 

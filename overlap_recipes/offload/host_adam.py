@@ -253,6 +253,10 @@ class HostUpdates(Follower):
             if error:
                 raise error
 
+    def has_failed(self) -> bool:
+        """Whether the latest step was no whole one; waits for what tells."""
+        return self.latest.exception() is not None
+
     def begin_load(self) -> None:
         """Before weights and state are loaded: wait for updates, failed or not."""
         self.streamed.wait(raises=False)

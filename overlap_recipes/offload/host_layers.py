@@ -141,6 +141,16 @@ class HostLayer:
                 if view.dtype == self.trained[name].dtype:
                     self.trained[name].grad = view
 
+    def give_gradients_away(self) -> None:
+        """Give the memory of the gradients back to the system: until it is taken again, zeros."""
+        for buffer in self.gradients:
+            buffer.locked.give_away()
+
+    def take_gradients_back(self) -> None:
+        """Take that memory again, page-locked, if it was given away."""
+        for buffer in self.gradients:
+            buffer.locked.take_back()
+
     def sums_in_other_dtype(self) -> torch.dtype | None:
         """That of gradients which are no ``parameter.grad``, since their dtype is another."""
         for buffer in self.gradients:

@@ -338,9 +338,20 @@ class StreamedModel(StreamedLayers):
     def store(self, layer: int) -> None:
         super().store(layer)
         self.summed.add(layer)
-        self.stored_by[layer] = torch._C._current_graph_task_id()
+        self.note_backward(layer)
         # At the end of this backward:
         torch.autograd.Variable._execution_engine.queue_callback(self.host_done[layer].synchronize)
+
+    def note_backward(self, layer: int) -> None:
+        """A layer's gradients are used: none may be added to them in the backward that runs."""
+        self.stored_by[layer] = torch._C._current_graph_task_id()
+
+    def note_taken(self, layer: int) -> None:
+        """They were used on the device: what the host has of earlier microbatches is of no use."""
+        self.note_backward(layer)
+        self.summed.discard(layer)
+        for parameter in self.layers[layer].trained.values():
+            parameter.grad = None
 
     def outside(self, layer: int, gradient: torch.Tensor | None) -> None:
         """Refuse a gradient that autograd would add to one that is on its way to the host.

@@ -306,9 +306,10 @@ class StreamedLayers:
             of_weights = dict(zip(names, found[: len(names)], strict=True))
             self.write(index, of_weights, adds)
             self.follower.after_gradients(index)
-            self.store(index)
-            self.layers[index].hand_out_gradients()
-            self.follower.after_store(index)
+            if not self.follower.takes_gradients(index):
+                self.store(index)
+                self.layers[index].hand_out_gradients()
+                self.follower.after_store(index)
         return list(found[len(names) :])
 
     # Gradients to the host
@@ -340,6 +341,7 @@ class StreamedLayers:
         slot = layer % GRADIENT_SLOTS
         here = self.gradient_flats[layer]
         on_host = self.layers[layer].gradients
+        self.layers[layer].take_gradients_back()
         self.grad_ready[slot].record(self.streams.current_stream())
         self.d2h.wait_event(self.grad_ready[slot])
         with self.streams.stream(self.d2h):

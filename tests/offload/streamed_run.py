@@ -1,6 +1,6 @@
 """A stock Qwen3, streamed, that saves beside training, is killed there, and resumes.
 
-python streamed_run.py FOLDER    # saves step 2, and is killed in step 4
+python streamed_run.py FOLDER MOMENTS    # saves step 2, and is killed in step 4
 """
 
 import os
@@ -26,7 +26,7 @@ RATE, MAX_NORM, WORDS = 1e-2, 0.5, 64
 def qwen3(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     config = transformers.Qwen3Config(
-        hidden_size=32,
+        hidden_size=64,  # matrices of 4,096 elements have moments of 8 bits
         intermediate_size=64,
         num_hidden_layers=4,
         num_attention_heads=4,
@@ -79,6 +79,7 @@ def running(
     in_backward: bool = False,
     one_copy_a_host: bool = False,
     budget_layers: int = 0,
+    moments: str = "fp32",
 ) -> Iterator[Run]:
     """A run whose weights come from ``seed``."""
     torch.set_num_threads(1)
@@ -87,6 +88,7 @@ def running(
     stream = {"one_copy_a_host": one_copy_a_host}
     stream["budget"] = budget_layers * resident_bytes(layers[0])
     update = {"in_backward": in_backward, "max_norm": None if in_backward else MAX_NORM}
+    update["moments"] = moments
     with (
         stream_layers(model, layers, CPU, **stream) as streamed,
         HostAdamW(model.parameters(), streamed, lr=RATE, **update) as optimizer,
@@ -118,19 +120,25 @@ def resume(run: Run, folder: Path) -> list[float]:
         return [run.train(step) for step in range(done + 1, STEPS + 1)]
 
 
-def on_two_ranks(rank: int, folder: str, of_one: str) -> None:
+WAYS = {
+    "own": {"moments": "fp32"},
+    "one": {"moments": "fp32", "one_copy_a_host": True},
+    "8bit": {"moments": "8bit"},
+}
+
+
+def on_two_ranks(rank: int, folder: str, of_one: dict[str, str]) -> None:
     """Resume what one rank has saved; save the same from two; write down what came of it.
 
-    All of it twice: with a copy for each rank, and with one for both.
+    All of it in each of ``WAYS``; ``of_one`` are checkpoints by the kind of moments.
     """
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    for copies in ("own", "one"):
-        here = Path(folder) / copies
-        options = {"one_copy_a_host": copies == "one"}
+    for way, options in WAYS.items():
+        here = Path(folder) / way
         with running(seed=7, **options) as run:
-            losses = resume(run, Path(of_one))
+            losses = resume(run, Path(of_one[options["moments"]]))
             resumed = losses, run.results()
             dist.barrier()
         with running(**options) as run:
@@ -142,5 +150,5 @@ def on_two_ranks(rank: int, folder: str, of_one: str) -> None:
 
 
 if __name__ == "__main__":
-    with running() as run:
+    with running(moments=sys.argv[2]) as run:
         train_and_save(run, Path(sys.argv[1]), killed=True)

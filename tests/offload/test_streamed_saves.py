@@ -17,6 +17,7 @@ from overlap_recipes.offload import HostAdamW, stream_layers
 
 SCRIPT = Path(streamed_run.__file__)
 REPO = SCRIPT.parents[2]
+MOMENTS = ("fp32", "8bit")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,37 +31,47 @@ def assert_same(found: tuple, expected: tuple) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> tuple:
-    """Losses and tensors of a run in one go, which saves none the less."""
-    with running() as run:
-        losses = train_and_save(run, tmp_path_factory.mktemp("saved") / "saved", killed=False)
-        return losses, run.results()
+def uninterrupted(tmp_path_factory) -> dict[str, tuple]:
+    """Losses and tensors of a run in one go, which saves none the less; by kind of moments."""
+    found = {}
+    for moments in MOMENTS:
+        with running(moments=moments) as run:
+            losses = train_and_save(run, tmp_path_factory.mktemp("saved") / "saved", killed=False)
+            found[moments] = losses, run.results()
+    return found
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory) -> Path:
-    """The checkpoint of a run that was killed in a later step."""
-    folder = tmp_path_factory.mktemp("killed") / "saved"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)],
-        env=os.environ | {"PYTHONPATH": str(REPO)},
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    return folder
+def killed(tmp_path_factory) -> dict[str, Path]:
+    """Checkpoints of runs that were killed in a later step."""
+    found = {}
+    for moments in MOMENTS:
+        folder = tmp_path_factory.mktemp("killed") / "saved"
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), str(folder), moments],
+            env=os.environ | {"PYTHONPATH": str(REPO)},
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        found[moments] = folder
+    return found
 
 
+@pytest.mark.parametrize("moments", MOMENTS)
 def test_a_stock_qwen3_that_was_killed_resumes_with_the_losses_and_weights_of_one_run(
-    killed, uninterrupted
+    killed, uninterrupted, moments
 ):
-    with running(seed=7) as run:
-        losses = resume(run, killed)
-        assert_same((losses, run.results()), uninterrupted)
+    with running(seed=7, moments=moments) as run:
+        losses = resume(run, killed[moments])
+        assert_same((losses, run.results()), uninterrupted[moments])
 
 
-@pytest.mark.parametrize("options", [{"in_backward": True}, {"budget_layers": 2}])
+EIGHT_BITS = {"moments": "8bit", "in_backward": True, "budget_layers": 2}
+
+
+@pytest.mark.parametrize("options", [{"in_backward": True}, {"budget_layers": 2}, EIGHT_BITS])
 def test_a_run_with_other_settings_resumes_bit_for_bit(options, tmp_path):
     with running(**options) as run:
         expected = train_and_save(run, tmp_path / "saved", killed=False), run.results()
@@ -72,16 +83,24 @@ def test_a_run_with_other_settings_resumes_bit_for_bit(options, tmp_path):
 def test_one_rank_resumes_on_two_and_two_on_one(killed, uninterrupted, tmp_path):
     """Both take the same batch: the mean of their gradients has the bits of each."""
     torch.multiprocessing.start_processes(
-        streamed_run.on_two_ranks, (str(tmp_path), str(killed)), nprocs=2, start_method="spawn"
+        streamed_run.on_two_ranks, (str(tmp_path), killed), nprocs=2, start_method="spawn"
     )
-    for copies in ("own", "one"):
-        here = tmp_path / copies
+    for way, options in streamed_run.WAYS.items():
+        moments = options["moments"]
+        here = tmp_path / way
         for rank in range(2):
             for found in torch.load(here / f"of_rank{rank}"):
-                assert_same(found, uninterrupted)
-        with running(seed=7) as run:
+                assert_same(found, uninterrupted[moments])
+        with running(seed=7, moments=moments) as run:
             losses = resume(run, here / "saved")
-            assert_same((losses, run.results()), uninterrupted)
+            assert_same((losses, run.results()), uninterrupted[moments])
+
+
+def test_a_checkpoint_of_other_moments_is_refused_by_name(killed):
+    """DCP has its tensors under other names; ``load_state_dict`` converts."""
+    for here, there in (MOMENTS, MOMENTS[::-1]):
+        with running(moments=here) as run, pytest.raises(Exception, match="rest|master"):
+            resume(run, killed[there])
 
 
 def test_a_load_in_memory_takes_what_was_saved():
