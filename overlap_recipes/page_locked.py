@@ -100,7 +100,8 @@ class PageLocked:
         """
         if not self.is_away:
             self.is_away = True
-            self.close()
+            for unlock in self.unlock:
+                unlock()
             self.memory.madvise(mmap.MADV_DONTNEED)
 
     def take_back(self) -> None:

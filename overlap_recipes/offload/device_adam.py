@@ -369,10 +369,15 @@ class DeviceUpdates(Follower):
             event.synchronize()
         for buffer in self.buffers:
             buffer.close()
+        self.buffers = []
+        self.pieces = []  # and with these the memory of gradients
+        self.rooms = []
         self.streamed.follower = Follower()
 
 
-def updates_of(streamed, group_of: dict, threads: int | None, moments: str) -> Follower:
+def updates_of(
+    streamed, group_of: dict, threads: int | None, moments: str, in_backward: bool
+) -> Follower:
     """What updates the layers of a streamed model, for ``HostAdamW``.
 
     Raises:
@@ -390,4 +395,7 @@ def updates_of(streamed, group_of: dict, threads: int | None, moments: str) -> F
     if is_shared:
         raise ValueError('moments="8bit" is not there with one_copy_a_host: leave one of them out')
     eight_bit.refuse_dtypes(group_of)
+    if in_backward and not streamed.summed:  # gradients will not be there, if nobody sums them
+        for layer in streamed.layers:
+            layer.give_gradients_away()
     return DeviceUpdates(streamed, group_of)

@@ -94,7 +94,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             for parameter in group["params"]:
                 self.group_of[parameter] = number
         refuse_unlike_plain(self.group_of)
-        self.host = device_adam.updates_of(streamed, self.group_of, threads, moments)
+        self.host = device_adam.updates_of(streamed, self.group_of, threads, moments, in_backward)
         self.kept = pieces  # how state is kept of what stays on the device
         if moments == "8bit":
             self.kept = eight_bit
