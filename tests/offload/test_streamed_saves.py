@@ -12,8 +12,8 @@ import streamed_run
 import torch
 from streamed_run import SAVED, STEPS, resume, running, train_and_save
 
-from overlap_recipes.checkpoint import TrainingState
-from overlap_recipes.offload import HostAdamW, stream_layers
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState
+from overlap_recipes.offload import HostAdamW, eight_bit, stream_layers
 
 SCRIPT = Path(streamed_run.__file__)
 REPO = SCRIPT.parents[2]
@@ -96,11 +96,28 @@ def test_one_rank_resumes_on_two_and_two_on_one(killed, uninterrupted, tmp_path)
             assert_same((losses, run.results()), uninterrupted[moments])
 
 
-def test_a_checkpoint_of_other_moments_is_refused_by_name(killed):
-    """DCP has its tensors under other names; ``load_state_dict`` converts."""
-    for here, there in (MOMENTS, MOMENTS[::-1]):
-        with running(moments=here) as run, pytest.raises(Exception, match="rest|master"):
-            resume(run, killed[there])
+def masters_of(run) -> list[torch.Tensor]:
+    found = []
+    for parameter in run.optimizer.group_of:
+        kept = run.optimizer.state[parameter]
+        if "master" in kept:
+            found.append(kept["master"].reshape(-1))
+        else:
+            weight = parameter.detach().reshape(-1)
+            found.append(eight_bit.master_of(weight, kept["rest"].reshape(-1), kept["digest"]))
+    return found
+
+
+@pytest.mark.parametrize(("here", "there"), [MOMENTS, MOMENTS[::-1]])
+def test_a_checkpoint_of_other_moments_is_converted(killed, here, there):
+    with running(moments=there) as other, running(seed=7, moments=here) as run:
+        for step in range(1, SAVED + 1):
+            other.train(step)
+        other.streamed.wait()
+        with CheckpointManager(killed[there], run.state, grace_s=None) as checkpoints:
+            assert checkpoints.resume() == SAVED
+        assert all(map(torch.equal, masters_of(run), masters_of(other)))
+        run.train(SAVED + 1)
 
 
 def test_a_load_in_memory_takes_what_was_saved():
