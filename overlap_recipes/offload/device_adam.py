@@ -106,6 +106,7 @@ class DeviceUpdates(Follower):
 
         self.due = {}  # by layer: an ``_Update`` that is not queued yet
         self.queued = {}  # by layer: the latest one that is; its tensors are read until it is home
+        self.versions = {}  # by layer that is not home: of its parameters, when it was announced
         self.arriving = []  # events, and what is to be done when they have come
         self.error = None  # what kept a step from being a whole one
         streamed.follower = self
@@ -238,6 +239,8 @@ class DeviceUpdates(Follower):
             ready.record(self.streamed.streams.current_stream())
             announced = dict.fromkeys(layers, _Update(settings, source[1], skip, ready))
             self.due |= announced
+            for layer in announced:
+                self.versions[layer] = self.versions_of(layer)
             # What the device has of these layers is old from here on.
             held = self.streamed.held.items()
             self.streamed.held = {slot: layer for slot, layer in held if layer not in announced}
@@ -312,7 +315,23 @@ class DeviceUpdates(Follower):
         """Wait until a layer is updated; raises what kept a step from being a whole one."""
         self.check()
         self.queue_up_to(layer + AHEAD)
+        self.await_home(layer)
+        if self.error:
+            raise self.error
+
+    def await_home(self, layer: int) -> None:
+        """Wait until a layer is updated; notes if something else has changed it meanwhile."""
         self.home[layer].synchronize()
+        before = self.versions.pop(layer, None)
+        if before is not None and before != self.versions_of(layer):
+            self.error = self.error or RuntimeError(
+                f"{self.streamed.title(layer)}: weights were changed during their update: call "
+                "wait() of the streamed model before you change them; and load a checkpoint now"
+            )
+
+    def versions_of(self, layer: int) -> list[int]:
+        """How often something else has changed a layer's parameters, as far as it is counted."""
+        return [parameter._version for parameter in self.streamed.layers[layer].trained.values()]
 
     def check(self) -> None:
         """Raise what kept the latest step from being a whole one, as far as that is known."""
@@ -337,13 +356,12 @@ class DeviceUpdates(Follower):
 
     def before_host(self, raises: bool) -> None:
         """Wait until all that was announced is updated."""
-        failed = self.has_failed()
-        if failed:
+        if self.has_failed():
             self.due.clear()
         self.queue_up_to(len(self.pieces))
-        for event in self.home.values():
-            event.synchronize()
-        if failed and raises:
+        for layer in range(len(self.pieces)):
+            self.await_home(layer)
+        if self.error and raises:
             raise self.error
 
     def begin_load(self) -> None:
@@ -360,6 +378,7 @@ class DeviceUpdates(Follower):
     def forget(self) -> None:
         """Go on as if nothing had been announced or gone wrong: all weights are others now."""
         self.due.clear()
+        self.versions.clear()
         self.arriving.clear()
         self.error = None
 

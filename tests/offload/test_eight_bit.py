@@ -231,6 +231,21 @@ def test_weights_that_something_else_has_changed_count():
             assert not parameter.any() and not optimizer.state[parameter]["rest"].any()
 
 
+@pytest.mark.parametrize("changed", [0, 3])
+def test_weights_that_are_changed_during_their_update_raise(changed):
+    """Behind ``step()``, without ``wait()``: before the update, after it, or in between."""
+    model = wide_llama()
+    with closing(eight_bits(model, streamed := streamed_of(model), False)) as optimizer:
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.model.layers[changed].mlp.up_proj.weight.clamp_(-0.01, 0.01)
+        for use in (lambda: model(**batch(1)), streamed.wait):
+            with pytest.raises(RuntimeError, match="changed during their update: call wait"):
+                use()
+        optimizer.host.forget()
+
+
 # State that goes elsewhere
 
 
