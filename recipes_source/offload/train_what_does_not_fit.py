@@ -73,7 +73,8 @@ streamed.
      - the same
      - the same
    * - ``moments="8bit"``
-     - bfloat16 or float32; one copy for each rank
+     - bfloat16 or float32; one copy for each rank. The device updates, by torchao's code books and
+       exact masters. **Not measured on a GPU yet**
      - gradients, and Adam's state with 8-bit moments, of what is in no layer; pieces of the layers'
      - bfloat16: 4.1 bytes more, in place of 12; with ``in_backward`` 2.1, since gradients stay on
        the device
@@ -386,11 +387,6 @@ if __name__ == "__main__":
 # Device: 16 bytes for each other parameter; slots for two layers' weights and two layers' gradients;
 # one input per layer; what one layer saves for backward. With ``budget`` bytes more, the lowest layers
 # stay there; each takes ``resident_bytes(layer)``.
-#
-# Moments in 8 bits
-# -----------------
-# With ``HostAdamW(..., moments="8bit")`` **the device** updates: moments have 8 bits, by torchao's code books,
-# masters stay exact. It has **not been measured on a GPU yet**.
 #
 # One copy for all ranks of a host
 # --------------------------------
