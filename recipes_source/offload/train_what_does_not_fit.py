@@ -73,11 +73,9 @@ streamed.
      - the same
      - the same
    * - ``moments="8bit"``
-     - bfloat16 or float32; one copy for each rank. The device updates, by torchao's code books and
-       exact masters. **Not measured on a GPU yet**
-     - gradients, and Adam's state with 8-bit moments, of what is in no layer; pieces of the layers'
-     - bfloat16: 4.1 bytes more, in place of 12; with ``in_backward`` 2.1, since gradients stay on
-       the device
+     - bfloat16 or float32
+     - the same with 8-bit moments; pieces of state
+     - bfloat16: 4.1 bytes more, not 12; with ``in_backward`` 2.1
    * - ``budget=``
      - bytes of the device
      - the lowest layers as well, ``resident_bytes(layer)`` each
@@ -87,10 +85,11 @@ streamed.
      - the same
      - bfloat16: 2 bytes a rank (gradients), and 14 once
 
-A host that has less is refused before anything is taken; the ranks of a host are added up.
+With ``moments="8bit"`` the device updates, by torchao's code books and exact masters, one copy a rank.
+**Not measured on a GPU yet.** A host with less memory is refused; its ranks are added up.
 
 ``check_first_step`` runs a batch streamed and resident. It raises if a bit of outputs, buffers or
-gradients differs, and returns False if only the order of sums does. It is optional.
+gradients differs, and returns False if only the order of sums does.
 
 .. grid:: 1 1 2 2
 
