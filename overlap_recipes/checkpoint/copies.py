@@ -21,7 +21,7 @@ from .state import shard_of
 
 PIECE = 32 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
 _LOCKED = 1 << 30  # bytes of an arena that are page-locked at a time: no copy crosses a multiple
-SMALL = 1 << 20  # bytes; smaller tensors travel together
+_SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
 
@@ -188,7 +188,7 @@ class CopyPlan:
             if shard.device != self.gap.device:
                 self.offsets[_identity(shard)] = self.place(shard.nbytes)
                 self.elsewhere.append(shard)
-            elif shard.nbytes < SMALL:
+            elif shard.nbytes < _SMALL:
                 small.append(shard)
             else:
                 large.append(shard)

@@ -24,7 +24,7 @@ from .host_adam import HostUpdates
 from .host_layers import HostBuffer
 from .weight_streaming import GRADIENT_SLOTS
 
-AHEAD = 1  # layers above the one to be loaded whose updates are queued before that is awaited
+_AHEAD = 1  # layers above the one to be loaded whose updates are queued before that is awaited
 ROOMS = 3  # pieces on the device: one that comes, one that is updated, one that goes
 
 
@@ -246,7 +246,7 @@ class DeviceUpdates(Follower):
             self.streamed.held = {slot: layer for slot, layer in held if layer not in announced}
             self.arriving.append((arrived, partial(work, announced, arrived, copy, source)))
             yield
-        self.queue_up_to(AHEAD)
+        self.queue_up_to(_AHEAD)
 
     def start(self, announced: dict[int, _Update], scale: float) -> None:
         """The host has heard that a step counts; the device has begun it."""
@@ -314,7 +314,7 @@ class DeviceUpdates(Follower):
     def before_load(self, layer: int) -> None:
         """Wait until a layer is updated; raises what kept a step from being a whole one."""
         self.check()
-        self.queue_up_to(layer + AHEAD)
+        self.queue_up_to(layer + _AHEAD)
         self.await_home(layer)
         if self.error:
             raise self.error

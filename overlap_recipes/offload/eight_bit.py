@@ -5,7 +5,7 @@
 Moments: each block of ``BLOCK`` elements of a parameter has one scale, its largest magnitude. An
 element is the number of the value of a code book that is nearest to it, divided by the scale. The
 code books are those of torchao's ``AdamW8bit`` and of bitsandbytes (arXiv:2110.02861). A parameter
-of fewer than ``SMALLEST`` elements, or not of whole blocks, keeps its moments in fp32.
+of fewer than ``_SMALLEST`` elements, or not of whole blocks, keeps its moments in fp32.
 
 Master: the bf16 weight is the fp32 master, rounded with halves up; the rest is the difference of
 their bits, which fits 16 bits. So both together are the master, exactly. A weight in fp32 is its
@@ -32,7 +32,7 @@ from . import adam_in_pieces as pieces
 from .adam_in_pieces import FP32
 
 BLOCK = 256  # elements that share a scale
-SMALLEST = 4096  # elements of a parameter whose moments have 8 bits
+_SMALLEST = 4096  # elements of a parameter whose moments have 8 bits
 PIECE = 2**23  # elements that are updated at a time: bounds what an update takes of the device
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 _DECADES = 7  # powers of ten that a code book covers, each by twice the values of the one below
@@ -141,7 +141,7 @@ def master_of(weight: torch.Tensor, rest: torch.Tensor, digest: torch.Tensor) ->
 
 def is_quantized(parameter: torch.Tensor) -> bool:
     """Whether its moments have 8 bits."""
-    return parameter.numel() >= SMALLEST and parameter.numel() % BLOCK == 0
+    return parameter.numel() >= _SMALLEST and parameter.numel() % BLOCK == 0
 
 
 def kinds_of_state(parameter: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:

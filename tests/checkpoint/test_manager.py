@@ -502,8 +502,9 @@ def test_a_forked_process_ends_without_the_save_of_the_one_that_entered(
     with CheckpointManager(tmp_path, Job().state) as checkpoints:
         checkpoints.latest = under_way = mock.Mock()
         under_way.done.return_value = False
-        monkeypatch.setattr(os, "getpid", lambda: 0)
-        checkpoints.end_at_exit()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 0)
+            checkpoints.end_at_exit()
         under_way.result.assert_not_called()
         checkpoints.latest = None
 

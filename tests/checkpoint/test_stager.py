@@ -116,7 +116,7 @@ def test_another_placement_over_the_same_memory_is_noticed() -> None:
 def test_what_lies_on_another_device_is_copied_at_the_save() -> None:
     """Behind a gap it would wait for the device: an optimizer's steps on the CPU, say."""
     device = torch.device("meta")
-    sizes = 3, copies_module.SMALL, 5
+    sizes = 3, copies_module._SMALL, 5
     on_host = [torch.full((size,), float(size)) for size in sizes]
     on_host.append(torch.arange(6.0).view(2, 3).t())
     tensors = [torch.empty(size, device=device) for size in sizes]
@@ -193,7 +193,7 @@ def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(tmp_path, befo
 
 def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monkeypatch):
     model = torch.nn.BatchNorm1d(4)
-    monkeypatch.setattr(copies_module, "SMALL", 1)
+    monkeypatch.setattr(copies_module, "_SMALL", 1)
     with Saves(CPU, model.buffers) as saves:
         saves.save({"model": model}, tmp_path / "step1").result()
         model.to(torch.float64)
