@@ -108,7 +108,7 @@ def _in_words(nbytes: int) -> str:
 class MappedFiles:
     """What of this process's memory is that of files: freed, it gives the host nothing back.
 
-    Weights that ``from_pretrained`` has read are such, if it has changed their dtype not.
+    Weights that ``from_pretrained`` has read are such, unless it has changed their dtype.
     """
 
     def __init__(self) -> None:

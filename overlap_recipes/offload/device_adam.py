@@ -7,7 +7,6 @@ own, and goes home on the stream that brings gradients. An update begins when it
 below, is going to be loaded: so the next forward runs meanwhile, from the lowest layer up.
 """
 
-import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,10 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..host_memory import refuse_more_than_free
 from . import adam_in_pieces as pieces
 from . import eight_bit
-from .follower import Follower
+from .follower import Follower, LayerUpdates
 from .host_adam import HostUpdates
 from .host_layers import HostBuffer
 from .weight_streaming import GRADIENT_SLOTS
@@ -63,7 +61,7 @@ class _Room:
         return {name: self.parts[name, on.dtype][: on.numel()] for name, on in host.items()}
 
 
-class DeviceUpdates(Follower):
+class DeviceUpdates(LayerUpdates):
     """AdamW with 8-bit moments for the layers of a streamed model.
 
     Args:
@@ -78,8 +76,8 @@ class DeviceUpdates(Follower):
     def __init__(self, streamed, group_of: dict) -> None:
         if streamed.optimizer:
             raise ValueError("this model has an optimizer: close it, and make both again")
-        self.refuse_without_room(streamed)
-        self.streamed = streamed
+        super().__init__(streamed)
+        self.refuse_without_room(self.bytes_of_state(), "rests and moments of layers")
         self.group_of = group_of
         self.state = {}
         self.buffers = []  # all that is new on the host
@@ -106,28 +104,19 @@ class DeviceUpdates(Follower):
 
         self.due = {}  # by layer: an ``_Update`` that is not queued yet
         self.queued = {}  # by layer: the latest one that is; its tensors are read until it is home
-        self.versions = {}  # by layer that is not home: of its parameters, when it was announced
+        self.announced = {}  # by layer that is not home: its ``versions`` of then
         self.arriving = []  # events, and what is to be done when they have come
         self.error = None  # what kept a step from being a whole one
         streamed.follower = self
 
-    def refuse_without_room(self, streamed) -> None:
-        """Raise where the host has not the memory that rests and moments will take.
-
-        Raises:
-            RuntimeError: says what to do.
-        """
+    def bytes_of_state(self) -> int:
+        """What rests and moments of the layers will take of the host."""
         nbytes = 0
-        for layer in streamed.layers:
+        for layer in self.streamed.layers:
             for parameter in layer.trained.values():
                 for shape, dtype in eight_bit.kinds_of_state(parameter).values():
                     nbytes += shape.numel() * dtype.itemsize
-        gc.collect()  # an optimizer that nobody has any more is in cycles yet
-        advice = "free some, or keep more layers on the device by budget="
-        if len(streamed.ended) > 0:
-            advice = "an earlier HostAdamW of this model is held yet: del it; or " + advice
-        what = "rests and moments of layers"
-        refuse_more_than_free(lambda: nbytes, what, advice, streamed.group)
+        return nbytes
 
     def take(self, number: int) -> list[_Piece]:
         """A layer's pieces; makes the memory of its state, and ``state`` of its parameters."""
@@ -196,21 +185,8 @@ class DeviceUpdates(Follower):
                     sizes[kind] = max(sizes.get(kind, 0), on.numel())
         return sizes
 
-    # Weights that something else has changed
-
-    def is_counted(self, layer: int) -> bool:
-        """Whether PyTorch has counted a change of a layer's weights since its last backward."""
-        trained = self.streamed.layers[layer].trained.values()
-        return any(self.seen[parameter] != parameter._version for parameter in trained)
-
-    def note_masters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """From here on, changes of these are others; digests find what rests are of no use."""
-        for parameter in parameters:
-            if parameter in self.seen:
-                self.seen[parameter] = parameter._version
-
     def take_changes(self, layer: int) -> None:
-        """Weights are those that the layer's backward has."""
+        """Weights are those that the layer's backward has; digests find rests of no use."""
         self.note_masters(self.streamed.layers[layer].trained.values())
 
     # Steps
@@ -240,10 +216,8 @@ class DeviceUpdates(Follower):
             announced = dict.fromkeys(layers, _Update(settings, source[1], skip, ready))
             self.due |= announced
             for layer in announced:
-                self.versions[layer] = self.versions_of(layer)
-            # What the device has of these layers is old from here on.
-            held = self.streamed.held.items()
-            self.streamed.held = {slot: layer for slot, layer in held if layer not in announced}
+                self.announced[layer] = self.versions(layer)
+            self.let_go(announced)
             self.arriving.append((arrived, partial(work, announced, arrived, copy, source)))
             yield
         self.queue_up_to(_AHEAD)
@@ -322,16 +296,9 @@ class DeviceUpdates(Follower):
     def await_home(self, layer: int) -> None:
         """Wait until a layer is updated; notes if something else has changed it meanwhile."""
         self.home[layer].synchronize()
-        before = self.versions.pop(layer, None)
-        if before is not None and before != self.versions_of(layer):
-            self.error = self.error or RuntimeError(
-                f"{self.streamed.title(layer)}: weights were changed during their update: call "
-                "wait() of the streamed model before you change them; and load a checkpoint now"
-            )
-
-    def versions_of(self, layer: int) -> list[int]:
-        """How often something else has changed a layer's parameters, as far as it is counted."""
-        return [parameter._version for parameter in self.streamed.layers[layer].trained.values()]
+        before = self.announced.pop(layer, None)
+        if before is not None:
+            self.error = self.error or self.error_of_changes(layer, before)
 
     def check(self) -> None:
         """Raise what kept the latest step from being a whole one, as far as that is known."""
@@ -378,7 +345,7 @@ class DeviceUpdates(Follower):
     def forget(self) -> None:
         """Go on as if nothing had been announced or gone wrong: all weights are others now."""
         self.due.clear()
-        self.versions.clear()
+        self.announced.clear()
         self.arriving.clear()
         self.error = None
 

@@ -2,7 +2,6 @@
 # Overlap Recipes 0.3.0, overlap_recipes/offload/host_adam.py
 """AdamW on threads of the host, the lowest layer first, since the next forward begins with it."""
 
-import gc
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -14,10 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..host_memory import refuse_more_than_free
 from ..page_locked import private_memory
 from . import adam_in_pieces as pieces
-from .follower import Follower
+from .follower import Follower, LayerUpdates
 from .host_layers import HostBuffer
 
 BLOCK = 2**20  # parameters that a thread updates in one call
@@ -48,7 +46,7 @@ class LayerUpdate:
         self.ended = Future()
 
 
-class HostUpdates(Follower):
+class HostUpdates(LayerUpdates):
     """AdamW for the layers of a streamed model, on threads of the host.
 
     Args:
@@ -71,8 +69,8 @@ class HostUpdates(Follower):
     ) -> None:
         if streamed.optimizer:
             raise ValueError("this model has an optimizer: close it, and make both again")
-        self.refuse_without_room(streamed)
-        self.streamed = streamed
+        super().__init__(streamed)
+        self.refuse_without_room(self.bytes_of_state(), "masters and moments of layers")
         self.group_of = group_of
         self.allocate = allocate
         self.state = {}
@@ -104,25 +102,15 @@ class HostUpdates(Follower):
 
         streamed.follower = self
 
-    def refuse_without_room(self, streamed) -> None:
-        """Raise where the host has not the memory that masters and moments will take.
-
-        Raises:
-            RuntimeError: says what to do.
-        """
+    def bytes_of_state(self) -> int:
+        """What masters and moments of the layers will take of the host for this rank."""
         nbytes = 0
-        for layer in streamed.layers:
+        for layer in self.streamed.layers:
             for parameter in layer.trained.values():
                 nbytes += 2 * pieces.FP32.itemsize * parameter.numel()
                 if parameter.dtype != pieces.FP32:
                     nbytes += pieces.FP32.itemsize * parameter.numel()
-        gc.collect()  # an optimizer that nobody has any more is in cycles yet
-        advice = "free some, or keep more layers on the device by budget="
-        if len(streamed.ended) > 0:
-            advice = "an earlier HostAdamW of this model is held yet: del it; or " + advice
-        nbytes //= self.ranks_of_copy(streamed)
-        what = "masters and moments of layers"
-        refuse_more_than_free(lambda: nbytes, what, advice, streamed.group)
+        return nbytes // self.ranks_of_copy(self.streamed)
 
     def ranks_of_copy(self, streamed) -> int:
         """How many ranks have one copy together."""
@@ -181,17 +169,6 @@ class HostUpdates(Follower):
                 few.append((each.weights.few_of_each(), each.master.few_of_each()))
         return few
 
-    def is_counted(self, layer: int) -> bool:
-        """Whether PyTorch has counted a change of a layer's weights that is in no master yet."""
-        trained = self.streamed.layers[layer].trained.values()
-        return any(self.seen[parameter] != parameter._version for parameter in trained)
-
-    def note_masters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """From here on, masters of these count as their weights, as they are now."""
-        for parameter in parameters:
-            if parameter in self.seen:
-                self.seen[parameter] = parameter._version
-
     def is_changed(self, layer: int) -> bool:
         """Whether something else has changed a layer's weights since its last update."""
         if self.is_counted(layer):
@@ -217,9 +194,7 @@ class HostUpdates(Follower):
         for layer, update in announced.items():
             update.versions = self.versions(layer)
         self.updates |= announced
-        # What the device has of these layers is old from here on.
-        held = self.streamed.held.items()
-        self.streamed.held = {slot: layer for slot, layer in held if layer not in announced}
+        self.let_go(announced)
         return announced
 
     def may_load(self, layer: int) -> bool:
@@ -353,20 +328,8 @@ class HostUpdates(Follower):
             with self.lock:
                 update.left -= 1
                 if update.left == 0:
-                    self.end(layer, update, update.error or self.error_of_changes(layer, update))
-
-    def versions(self, layer: int) -> list[int]:
-        """How often something else has changed a layer's parameters, as far as it is counted."""
-        return [parameter._version for parameter in self.streamed.layers[layer].trained.values()]
-
-    def error_of_changes(self, layer: int, update: LayerUpdate) -> RuntimeError | None:
-        """What to raise where something else has changed a layer's weights during its update."""
-        if self.versions(layer) == update.versions:
-            return None
-        return RuntimeError(
-            f"{self.streamed.title(layer)}: weights were changed during their update: call wait() "
-            "of the streamed model before you change them; and load a checkpoint now"
-        )
+                    error = update.error or self.error_of_changes(layer, update.versions)
+                    self.end(layer, update, error)
 
     def update_block(self, layer: int, number: int, update: LayerUpdate) -> None:
         if not hasattr(self.of_thread, "scratch"):

@@ -2,7 +2,9 @@
 
 import ctypes
 import gc
+import multiprocessing
 import re
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -224,6 +226,12 @@ def large_model() -> nn.Sequential:
 
 
 def test_a_block_that_has_ended_gives_its_memory_back():
+    """In a process of its own: what earlier tests have left there goes at any time."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        alone.submit(end_a_block).result(timeout=120)
+
+
+def end_a_block() -> None:
     """Though the caller still has what it was given; the state of Adam, with the optimizer."""
     six = large_model()
     parameters = 6 * 2048 * 2048
