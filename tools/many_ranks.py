@@ -4,26 +4,26 @@
     python tools/many_ranks.py | tee lines             # 2, 8, 32 and 64 ranks, both stores
     python tools/many_ranks.py --write lines           # a result file of them, with 1,024 by a fit
     python tools/many_ranks.py --reshard 2 64 48 3     # each resumes what the one before has saved
-    python tools/many_ranks.py --kills 20 --seed 1     # 64 ranks, struck during saves, resumed
+    python tools/many_ranks.py --kills 20 --seeds 1 2  # 64 ranks, struck during saves, resumed
 
 The state has 2,304 tensors that are sharded as by FSDP2, 768 counters and a norm that all ranks
 have, and places of each rank. A value says of which tensor, element and step it is. Collectives are
 counted where they are called, at the process group. The object store is the server of
-``object_stores.py``, in another process of this host; that needs obstore and s3fs.
+``s3_server.py``, in another process of this host; that needs obstore. Seeds run at the same time.
 """
 
 import argparse
 import gc
 import json
 import logging
+import math
+import multiprocessing
 import os
 import random
 import select
-import shutil
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,7 +31,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,6 +44,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from many_ranks_job import Job  # noqa: E402
+from s3_server import serving  # noqa: E402
 
 from benchmarks.code_versions import code_of_today  # noqa: E402
 from benchmarks.measuring import header, machine_label  # noqa: E402
@@ -157,18 +159,27 @@ def nbytes_of(tensors: object) -> int:
 # -- ranks
 
 
+class OutOfTime(Exception):
+    """A job has been ended at the time that was given to all."""
+
+
 class Ranks:
     """Jobs of forked ranks below one root; what each rank has told."""
 
-    def __init__(self, root: str, parameters: int) -> None:
+    def __init__(self, root: str, parameters: int, ends_at: float = math.inf) -> None:
         self.root = root
         self.parameters = parameters
+        self.ends_at = ends_at  # by the monotonic clock, the last job as well
         self.durable = 0  # the newest step whose save has ended well, or that was resumed
         self.told: list[dict] = []
         self.codes: list[int] = []
 
     def run(self, ranks: int, count: int, struck: tuple[str, int] = ("", 0)) -> list[dict]:
-        """Fork ``ranks``, which resume, check every bit, and save ``count`` times."""
+        """Fork ``ranks``, which resume, check every bit, and save ``count`` times.
+
+        Raises:
+            OutOfTime: they have been ended at ``ends_at``.
+        """
         listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
         reading, writing = os.pipe()
         gc.collect()
@@ -185,12 +196,14 @@ class Ranks:
         os.close(writing)
         listening.close()
         self.told = []
-        until = time.monotonic() + DEADLINE_S
+        until = min(time.monotonic() + DEADLINE_S, self.ends_at)
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             self.hear(pipe, until)
         if time.monotonic() > until:
             os.killpg(children[0], signal.SIGKILL)
         self.codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if time.monotonic() > self.ends_at:
+            raise OutOfTime
         return self.told
 
     def hear(self, pipe: object, until: float) -> None:
@@ -294,29 +307,15 @@ def strike(who: str) -> None:
 @contextmanager
 def roots(kinds: list[str]) -> Iterator[Callable[[str, str], str]]:
     """A function that gives a root of a kind, by a name of its own."""
-    server = None
-    scratch = Path(tempfile.mkdtemp(prefix="many_ranks."))
-    try:
+    with ExitStack() as block:
         if "object_store" in kinds:
-            command = [sys.executable, str(REPO / "tools" / "object_stores.py"), "--serve"]
-            command += ["--ms", "0", "--rate", "0"]
-            server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            os.environ |= {
-                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{int(server.stdout.readline())}",
-                "AWS_ACCESS_KEY_ID": "any",
-                "AWS_SECRET_ACCESS_KEY": "any",
-                "AWS_DEFAULT_REGION": "us-east-1",
-            }
+            os.environ |= block.enter_context(serving(ms=0, rate=0))
+        scratch = Path(block.enter_context(tempfile.TemporaryDirectory(prefix="many_ranks.")))
 
         def root_of(kind: str, name: str) -> str:
             return f"s3://bucket/{name}" if kind == "object_store" else str(scratch / name)
 
         yield root_of
-    finally:
-        if server is not None:
-            server.kill()
-            server.wait()
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def row_of(kind: str, ranks: int, told: list[dict]) -> dict:
@@ -405,18 +404,20 @@ def main() -> None:
     parser.add_argument("--stores", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--write", type=Path, metavar="LINES", help="that earlier runs printed")
     parser.add_argument("--reshard", type=int, nargs="+", metavar="RANKS")
-    parser.add_argument("--kills", type=int, help="how many jobs are struck")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kills", type=int, help="how many jobs are struck, of each seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for all kills")
     asked = parser.parse_args()
     if asked.write:
         write(asked.write)
         return
+    ends_at = time.monotonic() + asked.limit
     with roots(asked.stores) as root_of:
         for kind in asked.stores:
             if asked.reshard:
                 reshard(Ranks(root_of(kind, "reshard"), asked.parameters), kind, asked.reshard)
             elif asked.kills:
-                kill(Ranks(root_of(kind, "kills"), asked.parameters), kind, asked)
+                kill_all(root_of, kind, asked, ends_at)
             else:
                 for ranks in asked.ranks:
                     job = Ranks(root_of(kind, f"ranks{ranks}"), asked.parameters)
@@ -441,27 +442,53 @@ def reshard(job: Ranks, kind: str, numbers: list[int]) -> None:
         )
 
 
-def kill(job: Ranks, kind: str, asked: argparse.Namespace) -> None:
-    """Strike jobs one after the other; each resumes what the one before has left."""
-    draw = random.Random(f"{kind} {asked.seed}")
-    ranks = max(asked.ranks)
-    told = job.run(ranks, STRUCK_SAVES)
-    events = {each["rank"]: each["events"] for each in told if each["what"] == "end"}
-    assert len(events) == ranks, job.codes
-    for number in range(asked.kills + 1):
-        who = ("first", "all", str(draw.randrange(1, ranks)))[number % 3]
-        of_who = events[int(who) if who.isdigit() else 0]
-        at = 1 + (number * of_who + draw.randrange(of_who)) // asked.kills
-        struck = (who, at) if number < asked.kills else ("", 0)  # the last only resumes
-        durable = job.durable
-        told = job.run(ranks, STRUCK_SAVES, struck)
-        resumed = {each["step"] for each in told if each["what"] == "resume"}
-        how_many = sum(each["what"] == "resume" for each in told)
-        assert how_many == ranks, f"{ranks - how_many} ranks have not resumed: {job.codes}"
-        assert len(resumed) == 1 and min(resumed) >= durable, (resumed, durable)
-        was_struck = -signal.SIGKILL in job.codes
-        assert was_struck == bool(struck[0]), (struck, events, job.codes)
-        print(f"{kind}, seed {asked.seed}: {resumed} resumed, {durable} known", struck, flush=True)
+def kill_all(
+    root_of: Callable[[str, str], str], kind: str, asked: argparse.Namespace, ends_at: float
+) -> None:
+    """Each seed has a process of its own, forked from this one, and a root."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(len(asked.seeds), mp_context=context) as processes:
+        futures = []
+        for seed in asked.seeds:
+            job = Ranks(root_of(kind, f"kills{seed}"), asked.parameters, ends_at)
+            futures.append(processes.submit(kill, job, kind, seed, max(asked.ranks), asked.kills))
+        survived = sum(future.result() for future in futures)
+    of = asked.kills * len(asked.seeds)
+    print(f"{kind}: of {of} jobs {survived} were struck and resumed: 0 saves lost", flush=True)
+    if survived < of:
+        sys.exit("out of time")
+
+
+def kill(job: Ranks, kind: str, seed: int, ranks: int, kills: int) -> int:
+    """Strike jobs one after the other; each resumes what the one before has left.
+
+    Returns:
+        How many were struck, and resumed by the next: fewer than ``kills`` at the end of the time.
+    """
+    draw = random.Random(f"{kind} {seed}")
+    survived = 0
+    try:
+        told = job.run(ranks, STRUCK_SAVES)
+        events = {each["rank"]: each["events"] for each in told if each["what"] == "end"}
+        assert len(events) == ranks, job.codes
+        for number in range(kills + 1):
+            who = ("first", "all", str(draw.randrange(1, ranks)))[number % 3]
+            of_who = events[int(who) if who.isdigit() else 0]
+            at = 1 + (number * of_who + draw.randrange(of_who)) // kills
+            struck = (who, at) if number < kills else ("", 0)  # the last only resumes
+            durable = job.durable
+            told = job.run(ranks, STRUCK_SAVES, struck)
+            resumed = {each["step"] for each in told if each["what"] == "resume"}
+            how_many = sum(each["what"] == "resume" for each in told)
+            assert how_many == ranks, f"{ranks - how_many} ranks have not resumed: {job.codes}"
+            assert len(resumed) == 1 and min(resumed) >= durable, (resumed, durable)
+            survived = number
+            was_struck = -signal.SIGKILL in job.codes
+            assert was_struck == bool(struck[0]), (struck, events, job.codes)
+            print(f"{kind}, seed {seed}: {resumed} resumed, {durable} known", struck, flush=True)
+    except OutOfTime:
+        print(f"{kind}, seed {seed}: out of time", flush=True)
+    return survived
 
 
 if __name__ == "__main__":
