@@ -4,8 +4,11 @@
 
 Moments: each block of ``BLOCK`` elements of a parameter has one scale, its largest magnitude. An
 element is the number of the value of a code book that is nearest to it, divided by the scale. The
-code books are those of torchao's ``AdamW8bit`` and of bitsandbytes (arXiv:2110.02861). A parameter
-of fewer than ``_SMALLEST`` elements, or not of whole blocks, keeps its moments in fp32.
+code books are those of torchao's ``AdamW8bit`` and of bitsandbytes (arXiv:2110.02861). Other than
+there, a second moment above 0 never becomes 0 (arXiv:2309.01507 names that problem): an element
+whose gradient stops would be updated by its first moment divided by eps, thousands of rates at a
+time. A parameter of fewer than ``_SMALLEST`` elements, or not of whole blocks, keeps its moments in
+fp32.
 
 Master: the bf16 weight is the fp32 master, rounded with halves up; the rest is the difference of
 their bits, which fits 16 bits. So both together are the master, exactly. A weight in fp32 is its
@@ -60,7 +63,10 @@ def code_book(signed: bool, device: torch.device) -> torch.Tensor:
 def _limits(signed: bool, device: torch.device) -> torch.Tensor:
     """The middle between each value of a code book and the next: from there on, that one counts."""
     book = code_book(signed, device)
-    return book[:-1] + (book[1:] - book[:-1]) * 0.5
+    limits = book[:-1] + (book[1:] - book[:-1]) * 0.5
+    if not signed:
+        limits[0] = torch.finfo(FP32).tiny  # what is above 0 stays above 0
+    return limits
 
 
 @lru_cache
