@@ -2,8 +2,8 @@
 # Overlap Recipes 0.3.0, overlap_recipes/fsdp2/in_place_reduce.py
 """FSDP2's reductions by peer copies, from where backward leaves the gradients."""
 
-import importlib.util
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch.autograd import Variable
@@ -25,11 +25,11 @@ def _rounded_up(nbytes: int) -> int:
 
 @dataclass
 class _Plan:
-    """Where the gradients of a unit's parameters go in a slot; one tensor a parameter."""
+    """Where the gradients of a unit's parameters go in a slot."""
 
-    numels: list[int]  # elements of one rank's part of each gradient, with padding
+    places: list[tuple[int, int]]  # of each parameter's part in a row: begin and end, in bytes
     pushes: dict[int, list[torch.Tensor]]  # by owner: memory there for its parts
-    arrived: dict[int, list[torch.Tensor]]  # by sender: memory here for this rank's parts
+    arrived: torch.Tensor  # memory here for this rank's parts: a row for each sender
 
 
 @dataclass
@@ -53,15 +53,13 @@ class PushedGradients:
         self.streams = torch.get_device_module(memory.device)
         self.parameters = [group.fsdp_params for group in groups]
         self.stream = self.streams.Stream()
-        self.slots: list[list[torch.Tensor]] = []  # each by rank: (ranks - 1, bytes)
+        self.slots: list[list[torch.Tensor]] = []  # each by rank: (ranks, bytes)
         self.retired: list[list] = []  # smaller ones from before
         self.calls = 0  # by which slots take turns
         self.plans: dict[tuple, _Plan] = {}
         self.waiting: list[_Pushed] = []  # pushed and not summed: one unit or none
         self.same = same_gradients.SameGradients(memory.group, groups)
         self.running: set[int] = set()  # numbers of backward passes whose end is to be agreed on
-        fused = memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        self.average = torch.compile(average, dynamic=True) if fused else average
 
     def slot(self, nbytes: int) -> list[torch.Tensor]:
         """The slot whose turn it is, by rank. Larger ones, which are rare, are a collective."""
@@ -70,7 +68,7 @@ class PushedGradients:
             row = nbytes
             for parameters in self.parameters:
                 row = max(row, largest(parameters))
-            size = (self.memory.ranks - 1, row)
+            size = (self.memory.ranks, row)
             self.slots = [self.memory.empty(size, torch.uint8) for _ in range(SLOTS)]
             self.plans.clear()
         return self.slots[self.calls % SLOTS]
@@ -79,30 +77,26 @@ class PushedGradients:
         """Where gradients of these dtypes go in the slot whose turn it is."""
         rank = self.memory.rank
         ranks = self.memory.ranks
-        numels = []
-        places = []  # of each parameter's part in a row: begin, end and dtype
+        places = []
         begin = 0
         for p, dtype in zip(parameters, dtypes, strict=True):
-            numel = p.padded_sharded_param_size.numel()
-            nbytes = numel * dtype.itemsize
-            numels.append(numel)
-            places.append((begin, begin + nbytes, dtype))
-            begin += _rounded_up(nbytes)
+            end = begin + p.padded_sharded_param_size.numel() * dtype.itemsize
+            places.append((begin, end))
+            begin = _rounded_up(end)
         slot = self.slot(begin)  # new slots drop all plans: before one is looked for
         ids = tuple(id(p) for p in parameters)
         key = (ids, dtypes, self.calls % SLOTS)
         if key in self.plans:
             return self.plans[key]
 
-        def parts(owner: int, sender: int) -> list[torch.Tensor]:
-            """What a sender writes at an owner, which needs no row for itself."""
-            row = slot[owner][(sender - owner - 1) % ranks]
-            return [row[begin:end].view(dtype) for begin, end, dtype in places]
-
-        others = [(rank + step) % ranks for step in range(1, ranks)]
-        pushes = {owner: parts(owner, rank) for owner in others}
-        arrived = {sender: parts(rank, sender) for sender in others}
-        self.plans[key] = _Plan(numels, pushes, arrived)
+        pushes = {}
+        for step in range(ranks):
+            owner = (rank + step) % ranks  # no two ranks write to one at a time
+            parts = []
+            for (begin, end), dtype in zip(places, dtypes, strict=True):
+                parts.append(slot[owner][rank, begin:end].view(dtype))
+            pushes[owner] = parts
+        self.plans[key] = _Plan(places, pushes, slot[rank])
         return self.plans[key]
 
     @torch.no_grad()
@@ -156,7 +150,8 @@ class PushedGradients:
 
     def push(self, flat: list[torch.Tensor], plan: _Plan) -> None:
         for owner, parts in plan.pushes.items():
-            for gradient, numel, part in zip(flat, plan.numels, parts, strict=True):
+            for gradient, part in zip(flat, parts, strict=True):
+                numel = len(part)
                 its = gradient[owner * numel : (owner + 1) * numel]  # the last may be short
                 part[: len(its)].copy_(its, non_blocking=True)
 
@@ -172,28 +167,29 @@ class PushedGradients:
         while self.waiting:
             unit = self.waiting.pop()
             current.wait_event(unit.event)
-            for number, (p, dtype) in enumerate(zip(unit.parameters, unit.dtypes, strict=True)):
-                rows = self.rows_of(unit, number)
-                mine = rows[self.memory.rank]
-                wider = dtype.itemsize < p.orig_dtype.itemsize
-                rounded = torch.empty_like(mine, dtype=dtype if wider else p.orig_dtype)
-                if len(mine):
-                    self.average(rounded, rows, unit.group.gradient_divide_factor != 1)
-                total = rounded.to(p.orig_dtype)
+            for p, total in zip(unit.parameters, self.totals(unit), strict=True):
                 add(p, total.as_strided(p.sharded_size, p.contiguous_sharded_stride))
 
-    def rows_of(self, unit: _Pushed, number: int) -> list[torch.Tensor]:
-        """By rank, what is to be summed of a parameter's gradient: this rank's part of it."""
-        numel = unit.plan.numels[number]
-        begin = self.memory.rank * numel
-        mine = unit.flat[number][begin : begin + numel]  # the last may be short
-        rows = []
-        for rank in range(self.memory.ranks):
-            if rank == self.memory.rank:
-                rows.append(mine)
-            else:
-                rows.append(unit.plan.arrived[rank][number][: len(mine)])
-        return rows
+    def totals(self, unit: _Pushed) -> list[torch.Tensor]:
+        """This rank's part of each gradient of a unit, over all ranks; more may lie after it.
+
+        Parameters in a row that are alike in their dtypes are one kernel: a kernel for each costs
+        the host more than the device.
+        """
+        kinds = []
+        for p, dtype, sent in zip(unit.parameters, unit.dtypes, unit.flat, strict=True):
+            rounded = dtype if dtype.itemsize < p.orig_dtype.itemsize else p.orig_dtype
+            kinds.append((sent.dtype, rounded, p.orig_dtype))
+        mean = unit.group.gradient_divide_factor != 1
+        found = []
+        for (sent, rounded, dtype), alike in groupby(range(len(kinds)), kinds.__getitem__):
+            places = [unit.plan.places[number] for number in alike]
+            first = places[0][0]
+            rows = unit.plan.arrived[:, first : places[-1][1]].view(sent)
+            total = average(rows, rounded, mean).to(dtype)
+            for begin, _ in places:
+                found.append(total[(begin - first) // sent.itemsize :])
+        return found
 
 
 def largest(parameters: list) -> int:
@@ -206,9 +202,11 @@ def largest(parameters: list) -> int:
     return total
 
 
-def average(total: torch.Tensor, rows: list[torch.Tensor], mean: bool) -> None:
-    """The sum or the mean of ``rows``, rounded once, into ``total``; one pass."""
-    total.copy_(sum(row.float() for row in rows) * (1 / len(rows) if mean else 1))
+def average(rows: torch.Tensor, dtype: torch.dtype, mean: bool) -> torch.Tensor:
+    """The sum or the mean of ``rows``, in float32, rounded once."""
+    exact = dtype if dtype == rows.dtype else torch.float32
+    total = rows.mean(0, dtype=exact) if mean else rows.sum(0, dtype=exact)
+    return total.to(dtype)
 
 
 def add(p, gradient: torch.Tensor) -> None:

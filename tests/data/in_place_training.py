@@ -423,7 +423,6 @@ class Program:
     loop: Callable[[nn.Module, torch.optim.Optimizer], Iterator]
     optimizer: Callable = field(default=partial(torch.optim.AdamW, lr=1e-2, foreach=False))
     policies: tuple[str, ...] = ("fp32",)
-    compiled_sums: bool = False  # as on a GPU
 
 
 EVERY = tuple(POLICIES)
@@ -435,7 +434,6 @@ FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 PROGRAMS = {
     # models in a plain loop
     "plain": Program(shard, train, policies=EVERY),
-    "compiled_sums": Program(shard, train, policies=("bf16",), compiled_sums=True),
     "fused": Program(shard, train, FUSED),
     "kept_gradients": Program(shard, partial(train, set_to_none=False)),
     "tied": Program(tied, train, policies=EVERY),
@@ -507,8 +505,6 @@ def run(program: Program, policy, ours: bool) -> list:
             copies = in_place_gather.gather_in_place(model, slots=SLOTS)
             pushed = in_place_reduce.reduce_in_place(model)
         model.copies = copies
-        if program.compiled_sums and pushed is not None:
-            pushed.average = torch.compile(in_place_reduce.average, dynamic=True)
         reasons = [str(w.message) for w in warned if "communicates as before" in str(w.message)]
         assert (copies is None) == bool(reasons), "a fall back must say why"
     torch.manual_seed(1)
