@@ -28,6 +28,8 @@ that of the slowest rank.
 * ``fsdp2_no_collectives``: stock FSDP2, its collectives replaced by copies on the device;
   ``speed_over_no_collectives`` is against it.
 * ``peak_*_bytes``: of a fresh process for each way, which trains at one size after another.
+* ``fsdp2_faster_way``: the way that ``use_peer_copies`` has kept by its first steps; which one,
+  its ``note`` says.
 * ``bitwise_steps``: steps after which every weight and loss was that of stock FSDP2, bit by bit,
   under deterministic algorithms.
 * ``loss_difference``: from stock FSDP2's losses over ``losses_steps`` steps, the mean of the last
@@ -86,6 +88,7 @@ FOUR = (REFERENCE, "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place")
 FOUR_AND_TUNED = (REFERENCE, "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place", "fsdp2_tuned")
 GROUP = (REFERENCE, "fsdp2", "fsdp2_reduce_group")
 TUNED = (REFERENCE, "fsdp2_tuned", "fsdp2_in_place")
+CHOOSES = (REFERENCE, "fsdp2", "fsdp2_faster_way")  # once for a model: one size
 BEGUN = (REFERENCE, "fsdp2_in_place", "fsdp2_in_place_begun", "fsdp2_in_place_kept")
 MEGATRON = (REFERENCE, "fsdp2_in_place", "megatron-fsdp")
 GUIDE = (REFERENCE, "fsdp2_in_place", "megatron-fsdp-guide")
@@ -93,7 +96,10 @@ SYNTHETIC = {"model": "synthetic", "loop": "free"}
 TASKS = {  # the most important first
     "eager": Windows(90, FOUR, (4096, 12_288)),
     "begun": Windows(90, BEGUN, (4096, 12_288)),
-    "small": Windows(60, THREE, (1024, 2048)),
+    "small": Windows(100, THREE_AND_TUNED, (1024, 2048, 4096)),
+    "chooses_1024": Windows(40, CHOOSES, (1024,)),
+    "chooses_2048": Windows(40, CHOOSES, (2048,)),
+    "chooses_4096": Windows(45, CHOOSES, (4096,)),
     "compiled": Windows(75, THREE, (2048, 4096), {"compiled": True}, 6),
     "compiled_small": Windows(50, THREE, (1024,), {"compiled": True}, 6),
     "group": Windows(45, GROUP, (2048, 4096), {}, 6),

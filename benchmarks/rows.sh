@@ -5,14 +5,18 @@
 #
 # A part can be started again: commands with --until go on where they were cut off, the others add a
 # sample. One that fails says so, and the next one runs. SMALL=1 rehearses on a CPU.
+# Files of `sharding` are joined to those in benchmarks/results by benchmarks/join_rows.py. The others go
+# on from what lies in $OUT/results: copy benchmarks/results there before, and back afterwards.
 # Rows say which commit they are of: a copy without .git is told it, by
 # MEASURED_COMMIT=$(git rev-parse --short=10 HEAD) of the checkout that it was made from.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?name a part: verify saves threads first_saves loads offload sharding activations}
+part=${1:?name a part: tests verify saves threads first_saves loads offload 8bit sharding activations}
 seconds=${2:-540}
 out=${OUT:-benchmarks}
 end=$(($(date +%s) + seconds))
+python() { command python3 "$@"; }
+torchrun() { python -m torch.distributed.run "$@"; }
 gpus=$(python -c 'import torch; print(torch.accelerator.device_count() or 2)')
 options=(--out "$out")
 models=(qwen3-1.7b gpt2-xl mixtral-1.2b)
@@ -29,9 +33,17 @@ on_ranks() { torchrun --nproc-per-node="$1" --max-restarts=2 "benchmarks/$2.py" 
 on_each_gpu() { on_ranks "$gpus" "$@"; }
 
 case $part in
+tests)
+    python -m pytest -q tests/fsdp2/test_*_on_gpu.py # the others share one GPU and judge by time
+    for program in "in_place_troubles.py" "in_place_training.py half 0 few_policies"; do
+        # shellcheck disable=SC2086
+        torchrun --nproc-per-node=2 tests/data/$program
+    done
+    python -m pytest -q $(ls tests/*/test_*_on_gpu.py | grep -v fsdp2)
+    ;;
 verify)
-    python tools/verify.py
-    python -m pytest -q tests/*/test_*_on_gpu.py
+    timeout "$(seconds_left)" python tools/verify.py --ranks "$gpus"
+    cp harness/verified/*-x"$gpus".json "$out"
     ;;
 saves)
     rows="overlapped_writer,overlapped_writer loaded back"
@@ -68,8 +80,13 @@ offload)
     on_ranks 1 offload_step --until "$(seconds_left)"
     on_ranks 1 offload_step --what peers --peers torchao fsdp2_cpu_offload --until "$(seconds_left)"
     ;;
+8bit)
+    on_each_gpu offload_step --what 8bit --until "$(seconds_left)"
+    ;;
 sharding)
-    on_each_gpu fsdp_overlap --only link,eager,tuned,small,compiled --until "$(seconds_left)"
+    chooses=chooses_1024,chooses_2048,chooses_4096
+    on_each_gpu fsdp_overlap --only "bitwise,link,small,$chooses,eager,tuned,compiled" \
+        --until "$(seconds_left)"
     ;;
 activations)
     on_ranks 1 activation_offload --until "$(seconds_left)"

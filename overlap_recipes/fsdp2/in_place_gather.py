@@ -28,6 +28,7 @@ class Gathers(shared_slots.Slots):
         self.groups, self.streams = groups, torch.get_device_module(device)
         self.stream = self.streams.Stream()
         self.gathers = self.forwards = 0
+        self.in_use = True  # not while stock FSDP2 is tried, or kept
         self.in_forward = self.with_graph = self.begun = self.trusts = False
         self.order: list | None = []  # of the groups, in the first forward
         self.first: list = []  # of them, those that each forward begins with
@@ -35,6 +36,8 @@ class Gathers(shared_slots.Slots):
 
     def begin_next_forward(self) -> None:
         """Queue the next forward's first gathers; call it when no weight changes before that."""
+        if not self.in_use:
+            return
         self.drop()
         self.begun = True
         for group in (*self.first, *(self.first[0].then if self.first else ())):
@@ -42,6 +45,8 @@ class Gathers(shared_slots.Slots):
 
     @torch.compiler.disable
     def begin_forward(self, *_) -> None:
+        if not self.in_use:
+            return
         self.changes.refuse()
         if not self.begun:
             self.drop()
@@ -54,6 +59,8 @@ class Gathers(shared_slots.Slots):
 
     @torch.compiler.disable
     def end_forward(self, *_) -> None:
+        if not self.in_use:
+            return
         self.in_forward = self.with_graph = False
         self.drop()
         self.changes.send()

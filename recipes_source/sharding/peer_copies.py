@@ -20,7 +20,8 @@ straight to their place. Your loop stays as it is, and on two ranks every bit of
 
 **When not to bother:** your ranks are on several hosts (the call refuses them); communication costs
 you little; or a GPU has fewer than 4,096 tokens a step: there the host sets the pace, and stock FSDP2
-is as fast or faster. How sharded training works: :doc:`stream_context`.
+is as fast or faster. The first 30 steps measure both and keep the faster. How sharded training works:
+:doc:`stream_context`.
 
 .. code-block:: python
 
@@ -119,7 +120,7 @@ def build(device: torch.device, offload: OffloadPolicy | None = None) -> FSDPMod
 # Two micro-batches a step, clipping, a schedule, and an evaluation with averaged weights, which are
 # exchanged without FSDP2's knowledge. ``begin_next_forward`` of what ``use_peer_copies`` returns is
 # optional: if weights stay as they are until the next forward, its first gathers run while the host
-# reads the loss. Not after the last step: nobody would wait for what they read.
+# reads the loss. Not after the last step: nobody waits then.
 
 
 class Average:
@@ -281,8 +282,7 @@ def train(
 # --------------------
 # The same job trains under stock FSDP2 and by peer copies. Every loss, every norm and every weight
 # at the end must have the same bits. Three ranks add in another order than NCCL or gloo: there they
-# must be close. (The tests do the same with dozens of programs: tied weights, LoRA, checkpointing,
-# HSDP, compiled models, optimizers in backward.)
+# must be close. (Tests do so with dozens of programs.)
 
 
 def nothing() -> None:
@@ -344,8 +344,7 @@ if __name__ == "__main__":
 #    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no tokens=4096
 #
 # With many tokens there is less to gain. :doc:`/guide/results` has other tokens and ranks, compiled
-# blocks and ``begin_next_forward``. A stock Llama trained
-# for this many steps under deterministic algorithms with every bit of stock FSDP2:
+# blocks and ``begin_next_forward``. Steps of a stock Llama with every bit of stock FSDP2:
 #
 # .. result-gain:: fsdp_overlap
 #    :rows: fsdp2_in_place
@@ -364,7 +363,7 @@ if __name__ == "__main__":
 #
 # * ``slots=4`` full units in the dtype that is gathered, and a slot for each size that differs much: an
 #   embedding, a head
-# * :math:`3 \frac{N - 1}{N}` times the gradients of the largest unit
+# * three times the gradients of the largest unit
 #
 # FSDP2's buffers are gone. Units that stay full until their backward
 # (``set_reshard_after_forward(False)``, the root) have a slot each.
@@ -388,12 +387,14 @@ if __name__ == "__main__":
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers;
 #   a unit that returns them is an error.
 # * All ranks run units in the same order, in an evaluation, too.
+# * From three ranks on, last bits depend on which way was kept: none is compared under
+#   ``torch.use_deterministic_algorithms(True)``.
 # * A gradient is in ``.grad`` one unit later. So an optimizer in backward steps a unit later.
 # * After an exception in backward, call ``zero_grad()`` before you go on.
 #
 # Known limits
 # ------------
-# These raise, and say what to do:
+# These say what to do:
 #
 # * two units that share a slot and are full at once: ``use_peer_copies(model, slots=6)`` cures it
 # * a forward that changes its full weights in place; ``create_graph=True``; ``torch.func``

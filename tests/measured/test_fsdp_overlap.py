@@ -28,9 +28,10 @@ def rows_of(folder: Path, *arguments: str, link: frozenset = frozenset()) -> dic
 
 
 def test_windows_of_all_ways_become_rows_and_every_bit_is_compared(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "--tasks", "link,eager,bitwise,losses,sums", link=LINK)
+    rows = rows_of(tmp_path, "--tasks", "link,eager,chooses_1024,bitwise,losses,sums", link=LINK)
     ways = {"no_communication", "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place"}
-    assert {name for name, *_ in rows} == ways
+    assert {name for name, *_ in rows} == ways | {"fsdp2_faster_way"}
+    assert rows["fsdp2_faster_way", "llama-tiny", 64]["note"].startswith("use_peer_copies")
     row = rows["fsdp2_in_place", "llama-tiny", 64]
     assert len(row["samples"]["window_s"]) == row["pairs"] == 2
     assert row["efficiency"] > 0 and row["speed_over_fsdp2"] > 0

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.3.0, overlap_recipes/fsdp2/faster_way.py
+"""Peer copies or stock FSDP2: the first steps of a job tell which is faster there."""
+
+import logging
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from .in_place_gather import Gathers, InPlaceGather
+from .in_place_reduce import InPlaceReduce, PushedGradients
+from .shared_slots import versions
+
+LOG = logging.getLogger(__name__)
+
+WARM = 5  # steps of each way that are not counted
+TIMED = 10  # and those that are
+_MARGIN = 0.99  # of a step by peer copies: stock FSDP2 is kept where it takes less
+
+# Private by name: what FSDP2 keeps of a parameter's full weight, and its lists of prefetches.
+_OF_PARAMETERS = ("_unsharded_param", "all_gather_outputs", "free_unsharded_param")
+_OF_STATES = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
+_OF_GROUPS = ("slot", "sample", "large", "small_to", "small_from")
+
+
+class FasterWay:
+    """Times steps by peer copies and then as many by stock FSDP2, and keeps the faster way.
+
+    A step begins with the first forward that has a graph after weights have changed.
+    """
+
+    def __init__(self, model: FSDPModule, gathers: Gathers, pushed: PushedGradients | None) -> None:
+        self.gathers = gathers
+        self.pushed = pushed
+        self.kinds = [_stock(type(group)) for group in gathers.groups]  # of the other way
+        self.aside: list[tuple] = []  # objects, with the names and values of the other way
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                state = module._get_fsdp_state()
+                self.aside.append((state, {name: vars(state)[name] for name in _OF_STATES}))
+        for group in gathers.groups:
+            for p in group.fsdp_params:
+                fresh = dict.fromkeys(_OF_PARAMETERS) | {"all_gather_outputs": []}
+                self.aside.append((p, fresh))
+        self.versions: list = []
+        self.begins: list = []  # of the present way's steps
+        self.seconds: list[float] = []  # of a step: by peer copies, then by FSDP2
+        self.hook = model.register_forward_pre_hook(self.begin_forward, prepend=True)
+
+    @torch.compiler.disable
+    def begin_forward(self, *_) -> None:
+        if not torch.is_grad_enabled():
+            return
+        groups = self.gathers.groups
+        found = [versions(group) for group in groups]
+        if found == self.versions:
+            return  # the next micro-batch of a step
+        self.versions = found
+        if any(group.is_unsharded for group in groups):
+            return  # what FSDP2 holds for later cannot be exchanged
+        self.begins.append(self.now())
+        if len(self.begins) > WARM + TIMED:
+            self.seconds.append(self.median_step())
+            self.begins = []
+            self.go_on()
+
+    def now(self) -> object:
+        """The present moment of the device, which may lie ahead; on a CPU that of the host."""
+        if self.gathers.changes.noted.is_cpu:
+            return time.perf_counter()
+        event = self.gathers.streams.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def median_step(self) -> float:
+        """Seconds, from the moments of this way's steps; waits for the last one."""
+        begins = self.begins[WARM:]
+        took = []
+        for number, begin in enumerate(begins[1:]):
+            if isinstance(begin, float):
+                took.append(begin - begins[number])
+            else:
+                begin.synchronize()
+                took.append(begins[number].elapsed_time(begin) / 1e3)
+        return statistics.median(took)
+
+    def go_on(self) -> None:
+        """Take the other way for as many steps; at last the faster one of both, for good."""
+        if len(self.seconds) == 1:
+            if min(self.of_all_ranks(self.has_room())):
+                self.exchange()
+            else:
+                LOG.info("peer copies: too little memory is free to compare them with stock FSDP2")
+                self.end()
+            return
+        slowest = [max(way) for way in zip(*self.of_all_ranks(self.seconds), strict=True)]
+        figures = "a step takes %.4f s by peer copies and %.4f s by stock FSDP2"
+        if slowest[1] < _MARGIN * slowest[0]:
+            self.let_go()
+            if dist.get_rank() == 0:
+                LOG.warning(f"{figures}: stock FSDP2 from here on", *slowest)
+        else:
+            self.exchange()
+            if dist.get_rank() == 0:
+                LOG.info(f"{figures}: peer copies from here on", *slowest)
+        self.end()
+
+    def has_room(self) -> bool:
+        """Whether FSDP2's buffers fit beside the slots."""
+        device = self.gathers.changes.noted.device
+        if device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(device)
+        return free > 2 * sum(slot.nbytes() for slot in self.gathers.slots)
+
+    def of_all_ranks(self, mine: object) -> list:
+        """What each rank that has a part of the model says. Collective."""
+        mesh = self.gathers.groups[0].mesh_info
+        said = [mine]
+        for name in ("shard_process_group", "replicate_process_group"):
+            group = getattr(mesh, name, None)
+            if group is not None:
+                answers: list = [None] * group.size()
+                dist.all_gather_object(answers, said, group=group)
+                said = [each for answer in answers for each in answer]
+        return said
+
+    def exchange(self) -> None:
+        """Let the other way gather and reduce; between steps, while no unit is full."""
+        if self.gathers.in_use:
+            self.gathers.changes.refuse()
+            self.gathers.drop()
+            self.gathers.begun = False
+        self.gathers.in_use = not self.gathers.in_use
+        for number, group in enumerate(self.gathers.groups):
+            other = self.kinds[number]
+            self.kinds[number] = type(group)
+            group.__class__ = other
+        for owner, values in self.aside:
+            for name, value in values.items():
+                values[name] = vars(owner).pop(name, None)
+                if value is not None:
+                    setattr(owner, name, value)
+
+    def let_go(self) -> None:
+        """Free the memory that peers read: all of them have come here."""
+        for group in self.gathers.groups:
+            for name in _OF_GROUPS:
+                vars(group).pop(name, None)
+            for p in group.fsdp_params:
+                vars(p).pop("own", None)
+        self.gathers.slots.clear()
+        self.gathers.last = None
+        if self.pushed is not None:
+            self.pushed.slots.clear()
+            self.pushed.retired.clear()
+            self.pushed.plans.clear()
+
+    def end(self) -> None:
+        self.hook.remove()
+        self.aside.clear()
+
+
+def _stock(kind: type) -> type:
+    """FSDP2's class of a group that has methods of ours."""
+    return next(k for k in kind.__mro__ if not issubclass(k, (InPlaceGather, InPlaceReduce)))
