@@ -243,7 +243,7 @@ def torch_checkpointing_manager() -> object:
 
 PARTS = {
     "choose_s": (loading, "choose"),
-    "state_dict_s": (loading.Fit, "look"),
+    "state_dict_s": (loading.Fit, "__init__"),
     "dcp_load_s": (dcp, "load"),
     "broadcast_s": (shared_reads.SharedReads, "send"),
     "set_state_dict_s": (loading.Fit, "finish"),
