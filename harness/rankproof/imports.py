@@ -120,7 +120,12 @@ def main_thread_waits() -> bool:
 
 
 def line_of(frame: FrameType) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{name_of(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@cache
+def name_of(file: str) -> str:
+    return os.path.basename(file)
 
 
 def recipe_line() -> str:

@@ -107,7 +107,7 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
     RECORDERS.append(recorder)
     with recorder.undo:
-        recorder.undo.callback(RECORDERS.remove, recorder)
+        recorder.undo.callback(recorder.end)
         lanes.stand_in(recorder)
         make_each_operator_once(recorder)
         allow_graph_breaks(recorder)

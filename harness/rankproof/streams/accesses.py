@@ -1,6 +1,8 @@
 """Accesses: which operator touched which bytes and when, and whether two of them conflict."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +13,7 @@ Range = tuple[int, int]  # first address, address behind the last
 MOST_RANGES = 1024  # of one strided tensor; beyond, its whole span counts as touched
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):  # a tuple: some thousand a step are made
     """One operator's read or write of some bytes."""
 
     operator: str
@@ -38,9 +39,8 @@ class Access:
 
     def superseded_by(self, later: "Access") -> bool:
         """Whether all that must come after this access must come after ``later`` anyway."""
-        same_bytes = self.ranges == later.ranges
         as_strict = later.writes or not self.writes
-        return same_bytes and as_strict and self.before(later.on.clock)
+        return as_strict and self.ranges == later.ranges and self.before(later.on.clock)
 
     def __str__(self) -> str:
         return f"{self.where} {self.verb} ({self.operator}) on {self.on.name}"
@@ -81,11 +81,18 @@ def conflict_of(earlier: Access, later: Access) -> Conflict | None:
 
 def byte_ranges(tensor: torch.Tensor) -> tuple[Range, ...]:
     """The addresses that ``tensor`` covers, ascending and disjoint."""
-    item = tensor.element_size()
     base = tensor.data_ptr()
     if tensor.is_contiguous():
-        return ((base, base + tensor.numel() * item),)
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
+        return ((base, base + tensor.nbytes),)
+    return strided_ranges(base, tensor.element_size(), tensor.stride(), tensor.shape)
+
+
+@lru_cache(maxsize=256)  # a training step touches what the one before it touched
+def strided_ranges(
+    base: int, item: int, strides: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[Range, ...]:
+    """:func:`byte_ranges` of a tensor that is not contiguous, of elements of ``item`` bytes."""
+    steps = zip(strides, shape, strict=True)
     dims = sorted((stride, size) for stride, size in steps if stride * (size - 1))
     run = 1  # elements that lie side by side
     while dims and dims[0][0] == run:

@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from rankproof.streams.accesses import Access, Range, bytes_in_common
 from rankproof.streams.lanes import Stream
@@ -17,11 +16,19 @@ def pages_of(start: int, end: int) -> range:
     return range(start >> PAGE_BITS, ((end - 1) >> PAGE_BITS) + 1)
 
 
+class StorageRef(weakref.ref):
+    """A weak reference to a storage, which knows the region that ends with it."""
+
+    region: "Region | None" = None
+
+
 class Region:
     """The memory of one storage, as long as it stays where it is, and who touched it last."""
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.weak = StorageWeakRef(storage)
+    def __init__(self, storage: torch.UntypedStorage, when_gone: Callable) -> None:
+        self.storage = StorageRef(storage, when_gone)
+        self.storage.region = self
+        self.key = storage._cdata
         self.start = storage.data_ptr()
         self.end = self.start + storage.nbytes()
         self.accesses: list[Access] = []
@@ -62,7 +69,7 @@ class Region:
         return False
 
     def alive(self) -> bool:
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        storage = self.storage()
         return storage is not None and storage.data_ptr() == self.start
 
     def pages(self) -> range:
@@ -74,7 +81,8 @@ class Region:
     def add(self, access: Access) -> None:
         """Keep ``access``, and no older one that it makes superfluous."""
         kept = [old for old in self.accesses if not old.superseded_by(access)]
-        self.accesses = [*kept, access]
+        kept.append(access)
+        self.accesses = kept
 
 
 class Memory:
@@ -89,18 +97,27 @@ class Memory:
         """The region of ``storage``, a new one if it is new or has moved."""
         region = self.regions.get(storage._cdata)
         if region is not None:
-            if region.start == storage.data_ptr() and region.alive():
+            if region.storage() is not storage:
+                self.forget(region)
+            elif region.start == storage.data_ptr():
                 return region
-            self.forget(region)
-        region = Region(storage)
-        weakref.finalize(storage, self.when_freed, region).atexit = False
+            else:  # what it has left was given back then
+                self.storage_is_gone(region.storage)
+                self.forget(region)
+        region = Region(storage, self.storage_is_gone)
         for other in self.overlapping(region.start, region.end):
             region.aliases.append(other)
             other.aliases.append(region)
-        self.regions[storage._cdata] = region
+        self.regions[region.key] = region
         for page in region.pages():
             self.pages.setdefault(page, set()).add(region)
         return region
+
+    def storage_is_gone(self, storage: StorageRef) -> None:
+        region = storage.region
+        if region is not None:
+            storage.region = None  # which refers to the reference
+            self.when_freed(region)
 
     def overlapping(self, start: int, end: int) -> list[Region]:
         """The living regions that share an address with ``start`` to before ``end``."""
@@ -117,8 +134,15 @@ class Memory:
                 self.forget(region)
         return living
 
+    def forget_all(self) -> None:
+        """Nobody is to be told any more of what is gone."""
+        for region in list(self.regions.values()):
+            region.storage.region = None
+            self.forget(region)
+
     def forget(self, region: Region) -> None:
-        self.regions.pop(region.weak.cdata, None)
+        if self.regions.get(region.key) is region:
+            del self.regions[region.key]
         for page in region.pages():
             self.pages.get(page, set()).discard(region)
         for other in region.aliases:

@@ -1,8 +1,9 @@
 """Operators: what each reads and writes, on which lane it runs, and whether its caller waits."""
 
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, wraps
+from typing import NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverloadPacket, _OpNamespace
@@ -10,14 +11,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankproof.imports import called_by_recipe, frames
+from rankproof.imports import called_by_recipe
+from rankproof.streams.accesses import Access, byte_ranges
 from rankproof.streams.lanes import Collective, HostThread, Stream
 from rankproof.streams.lines import DISPATCHERS
+from rankproof.streams.memory import Region
 from rankproof.streams.places import copy_of, look_at
 from rankproof.streams.recorder import Recorder, is_seen
 
 NO_ACCESS = {"set_", "resize_", "resize_as_", "detach", "detach_", "is_pinned", "wait_tensor"}
-RESIZES = {torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default}
+RESIZES = ("resize_", "resize_as_")
 HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 STAGING_FILES = ("_state_dict_utils.py", "_state_dict_stager.py")
 UNANNOTATED = ("c10d", "fsdp")  # their schemas do not mark what is written
@@ -93,10 +96,92 @@ def allow_graph_breaks(recorder: Recorder) -> None:
     recorder.replace(torch, "compile", compile_in_parts)
 
 
+class Operator:
+    """What is asked of an operator at each of its calls, found out once."""
+
+    def __init__(self, func: Callable) -> None:
+        self.func = func  # kept: it is looked up by its address
+        self.is_higher_order = isinstance(func, HigherOrderOperator)
+        if self.is_higher_order:  # it has no schema
+            self.name = func.name()
+            self.allocates = False
+            self.touches = True
+            self.is_collective = False
+            return
+        self.name = func._schema.name.partition("::")[2]
+        self.allocates = self.name.startswith(("empty", "new_empty"))
+        self.touches = not func.is_view and self.name not in NO_ACCESS
+        self.is_collective = func.namespace == "c10d"
+        self.training = None  # where it is told whether averages are written
+        self.arguments = []  # that may hold tensors: position, name, whether it is written
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.name == "training" and self.name in BATCH_NORMS:
+                self.training = index
+            if not is_number(argument):
+                self.arguments.append((index, argument.name, is_written(func, argument)))
+
+    def given(self, args: tuple, kwargs: dict) -> list[tuple[torch.Tensor, bool]]:
+        """Each tensor of a call, and whether it is written."""
+        if self.is_higher_order:
+            return [(tensor, False) for tensor in plain_tensors_in([args, kwargs])]
+        found = []
+        positional = len(args)
+        for index, name, writes in self.arguments:
+            value = args[index] if index < positional else kwargs.get(name)
+            if name in AVERAGES and self.is_evaluation(args, kwargs):
+                writes = False
+            if type(value) in PLAIN and value.layout is torch.strided:
+                found.append((value, writes))
+            elif value is not None:
+                found += [(tensor, writes) for tensor in tensors_in(value)]
+        return found
+
+    def is_evaluation(self, args: tuple, kwargs: dict) -> bool:
+        """Whether a batch norm only reads its averages."""
+        if self.training is None:
+            return False
+        given = args[self.training] if self.training < len(args) else kwargs.get("training")
+        return given is False
+
+
+OPERATORS: dict[int, Operator] = {}  # by their addresses: torch's hash of one is slow
+
+
+def operator_of(func: Callable) -> Operator:
+    operator = OPERATORS.get(id(func))
+    if operator is None:
+        operator = OPERATORS[id(func)] = Operator(func)
+    return operator
+
+
+def is_number(argument) -> bool:
+    """Whether an argument of an operator can hold no tensor."""
+    kind = str(argument.type).replace("Optional[", "").replace("List[", "").rstrip("]")
+    return kind in ("int", "float", "bool", "number", "complex", "str", "Device", "Generator")
+
+
+def is_written(func: Callable, argument) -> bool:
+    """Whether an operator writes an argument; a batch norm its averages in training alone."""
+    if func.namespace in UNANNOTATED:
+        return "out" in argument.name or argument.name in ("tensor", "tensors", "self")
+    name = func._schema.name.partition("::")[2]
+    if name in BATCH_NORMS and argument.name in AVERAGES:
+        return True
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+Input = tuple[torch.Tensor, Region, bool]  # with its memory, and whether it is written
+
+
 class OrderMode(TorchDispatchMode):
     """Gives the recorder every read and write of plain tensors; subclasses are unwrapped first."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It need not: torch compiles nothing under a mode, and three calls an operator cost."""
+        return False
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -104,106 +189,101 @@ class OrderMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.recorder.is_forked or has_no_memory(types):
+        recorder = self.recorder
+        if recorder.is_forked or (types and has_no_memory(types)):
             return func(*args, **kwargs)
         if not PLAIN.issuperset(types):
             return NotImplemented
-        if func in RESIZES and args[0].layout == torch.strided:
-            with self.recorder.resizing(args[0].untyped_storage()):
+        operator = operator_of(func)
+        if operator.name in RESIZES and args[0].layout == torch.strided:
+            with recorder.resizing(args[0].untyped_storage()):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):
-            self.note(func, func.name(), args, kwargs, result)
-            return result
-        name = func._schema.name.partition("::")[2]
-        if name == "_foreach_copy_":
+        if operator.name == "_foreach_copy_":
             self.note_each_copy(args, kwargs)
-        elif name.startswith(("empty", "new_empty")):
+        elif operator.allocates:
             for tensor in plain_tensors_in(result):
-                self.recorder.allocated(tensor, self.recorder.this_thread().current)
-        elif not func.is_view and name not in NO_ACCESS:
-            self.note(func, name, args, kwargs, result)
+                if is_seen(tensor):
+                    recorder.allocated(recorder.region_of(tensor), recorder.this_thread().current)
+        elif operator.touches:
+            self.note(operator, args, kwargs, result)
         return result
 
     def note_each_copy(self, args: tuple, kwargs: dict) -> None:
         """One by one, since some pairs may be the device's and others the host's."""
+        copy = operator_of(torch.ops.aten.copy_.default)
         targets, sources, *others = args
         for target, source in zip(targets, sources, strict=True):
-            copy_args = (target, source, *others)
-            self.note(torch.ops.aten.copy_.default, "copy_", copy_args, kwargs, target)
+            self.note(copy, (target, source, *others), kwargs, target)
 
-    def note(self, func, name: str, args: tuple, kwargs: dict, result: object) -> None:
+    def note(self, operator: Operator, args: tuple, kwargs: dict, result: object) -> None:
         """Launch the operator on its lane, note what it touches, and let its caller wait for it."""
         recorder = self.recorder
         host = recorder.this_thread()
         where = host.line()
-        inputs = list(tensors_in([args, kwargs]))
+        name = operator.name
+        given = operator.given(args, kwargs)
         copy = copy_of(name, args, kwargs)
         waits = copy is not None and copy.waits
         reads_value = name in HOST_WAITS and called_by_recipe(DISPATCHERS)
         with recorder.lock:
-            places = look_at(recorder, inputs, copy)
+            inputs = [(t, recorder.region_of(t), writes) for t, writes in given if is_seen(t)]
+            regions = [region for tensor, region, _ in inputs if tensor.dim()]
+            places = look_at(regions, copy)
             is_transfer = copy is not None and places.are_both
             by_host = places.host and not is_transfer and not host.collective
-            if reads_value and inputs and all(map(recorder.is_read_by_host, inputs)):
+            if reads_value and given and all(recorder.is_read_by_host(t) for t, _ in given):
                 by_host = True
             elif by_host and places.device:
                 host.learn(host.current.clock)
             leads_home = waits and (copy.names_device or is_transfer)
             if is_in_turn(host, waits, leads_home):
                 host.wait_for_current_stream()
-            lane = lane_of(host, inputs, by_host)
+            if by_host or (host.makes_host_values and not given):
+                lane = host
+            else:
+                lane = host.current
             if host.collective:
                 lane = host.collective.lane
                 name = host.collective.name
                 host.collective.blocks_host |= places.host
             lane.launch(host)
             brings = copy is not None and not waits and not places.host
-            noted = Noted(name, lane, where, host.collective, by_host, is_copy=copy is not None)
-            touched = self.note_inputs(func, args, kwargs, noted, brings)
-            self.note_result(result, touched, noted, inputs, brings)
+            noted = Noted(name, lane, where, host.collective, by_host, brings)
+            self.note_inputs(operator, inputs, noted)
+            of_host = copy is None and bool(regions) and all(r.may_be_host for r in regions)
+            self.note_result(result, inputs, noted, of_host)
             if reads_value or leads_home or (waits and is_in_staging()):
                 host.learn(lane.clock)
 
-    def note_inputs(self, func, args, kwargs, noted: "Noted", brings: bool) -> set[int]:
-        """Note what the operator is given; returns the storages."""
+    def note_inputs(self, operator: Operator, inputs: list[Input], noted: "Noted") -> None:
+        """Note what the operator is given."""
         recorder = self.recorder
-        touched = set()
-        for tensor, writes in touched_inputs(func, args, kwargs):
-            touched.add(tensor.untyped_storage()._cdata)
-            if noted.by_host and noted.is_hosts_value(recorder, tensor):
+        for tensor, region, writes in inputs:
+            if noted.by_host and is_hosts_value(recorder, tensor, region):
                 continue
-            if noted.collective and func.namespace == "c10d":
+            if noted.collective and operator.is_collective:
                 writes = writes and not noted.collective.only_reads
-            recorder.access(
-                noted.name,
-                tensor,
-                writes,
-                noted.lane,
-                noted.where,
-                noted.collective,
-                arrives=brings and writes,
-            )
-        return touched
+            recorder.touch(region, noted.access(tensor, writes))
 
     def note_result(
-        self, result: object, touched: set[int], noted: "Noted", inputs: list, brings: bool
+        self, result: object, inputs: list[Input], noted: "Noted", of_host: bool
     ) -> None:
         """Note what is new of it."""
         recorder = self.recorder
-        of_host = not noted.is_copy and recorder.may_all_be_host(inputs)
         for tensor in plain_tensors_in(result):
-            if tensor.untyped_storage()._cdata in touched:
+            if not is_seen(tensor):
                 continue
-            recorder.allocated(tensor, noted.lane)
-            recorder.access(noted.name, tensor, True, noted.lane, noted.where, arrives=brings)
             region = recorder.region_of(tensor)
+            if any(region is given for _, given, _ in inputs):
+                continue
+            recorder.allocated(region, noted.lane)
+            recorder.touch(region, noted.access(tensor, writes=True))
             region.on_host |= noted.by_host
             region.made_by_host |= of_host
 
 
-@dataclass(frozen=True)
-class Noted:
+class Noted(NamedTuple):
     """An operator as it is noted: which, where, and by whom."""
 
     name: str
@@ -211,49 +291,31 @@ class Noted:
     where: str
     collective: Collective | None
     by_host: bool
-    is_copy: bool
+    brings: bool  # to the host, what nobody has waited for
 
-    def is_hosts_value(self, recorder: Recorder, tensor: torch.Tensor) -> bool:
-        """Whether the host, which runs this, has had ``tensor`` ready before."""
-        if tensor.dim() == 0:
-            return not recorder.is_read_by_host(tensor)
-        region = recorder.region_of(tensor) if is_seen(tensor) else None
-        return region is not None and region.made_by_host and not region.on_host
+    def access(self, tensor: torch.Tensor, writes: bool) -> Access:
+        """Its read or write of ``tensor``."""
+        return Access(
+            self.name,
+            writes,
+            self.where,
+            self.lane,
+            self.lane.clock[self.lane.lane],
+            byte_ranges(tensor),
+            self.collective,
+            self.brings and writes,
+        )
+
+
+def is_hosts_value(recorder: Recorder, tensor: torch.Tensor, region: Region) -> bool:
+    """Whether the host, which runs an operator, has had ``tensor`` ready before."""
+    if tensor.dim() == 0:
+        return not recorder.is_read_by_host(tensor)
+    return region.made_by_host and not region.on_host
 
 
 def has_no_memory(types: tuple[type, ...]) -> bool:
     return any(issubclass(kind, WITHOUT_MEMORY) for kind in types)
-
-
-def lane_of(host: HostThread, inputs: list[torch.Tensor], by_host: bool) -> Stream:
-    """The lane that an operator of thread ``host`` runs on."""
-    makes_host_value = host.makes_host_values and not inputs
-    return host if by_host or makes_host_value else host.current
-
-
-def touched_inputs(func, args: tuple, kwargs: dict) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Each tensor that an operator is given, and whether it writes it."""
-    if isinstance(func, HigherOrderOperator):  # it has no schema
-        for tensor in plain_tensors_in([args, kwargs]):
-            yield tensor, False
-        return
-    values = {}
-    for index, argument in enumerate(func._schema.arguments):
-        is_given = index < len(args)
-        values[argument.name] = args[index] if is_given else kwargs.get(argument.name)
-    for argument in func._schema.arguments:
-        for tensor in tensors_in(values[argument.name]):
-            yield tensor, is_written(func, argument, values)
-
-
-def is_written(func, argument, values: dict[str, object]) -> bool:
-    """``values``: what the operator is given, by the names of its arguments."""
-    if func.namespace in UNANNOTATED:
-        return "out" in argument.name or argument.name in ("tensor", "tensors", "self")
-    name = func._schema.name.partition("::")[2]
-    if name in BATCH_NORMS and argument.name in AVERAGES:
-        return values.get("training") is not False
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def is_in_turn(host: HostThread, waits: bool, leads_home: bool) -> bool:
@@ -266,7 +328,12 @@ def is_in_turn(host: HostThread, waits: bool, leads_home: bool) -> bool:
 
 def is_in_staging() -> bool:
     """Whether torch's staging code, which waits for its copies, has called."""
-    return any(is_staging(frame.f_code.co_filename) for frame in frames())
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_staging(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @cache

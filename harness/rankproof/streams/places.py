@@ -8,8 +8,8 @@ with other memory says the opposite, since torch would refuse a mixture, and so 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
+from typing import NamedTuple
 
 import torch
 
@@ -18,16 +18,14 @@ from rankproof.streams.memory import Region
 from rankproof.streams.recorder import Recorder, is_seen
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """A copy that may lead from a device to the host, or back."""
 
     waits: bool  # its caller, until it is complete
     names_device: bool  # that it leads to: ``x.to("cpu", copy=True)``
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """What an operator's tensors lie in; those of no dimensions lie where the others do."""
 
     host: bool
@@ -48,9 +46,10 @@ def copy_of(name: str, args: tuple, kwargs: dict) -> Copy | None:
     return None
 
 
-def look_at(recorder: Recorder, inputs: list[torch.Tensor], copy: Copy | None) -> Places:
+def look_at(regions: list[Region], copy: Copy | None) -> Places:
     """The places of what an operator is given, which may settle whose memory that is."""
-    regions = [recorder.region_of(tensor) for tensor in inputs if tensor.dim() and is_seen(tensor)]
+    if not any(region.may_be_host for region in regions):
+        return Places(host=False, device=bool(regions))
     if copy is not None and not copy.waits:
         settle(regions)
     if copy is None and not are_one_hosts(regions):

@@ -6,7 +6,6 @@ import os
 import threading
 import types
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -24,8 +23,7 @@ FREED = ", memory freed since"  # told of an operator
 
 def is_seen(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has bytes of the CPU that a range can name."""
-    strided = tensor.layout == torch.strided
-    return tensor.device.type == "cpu" and strided and tensor.numel() > 0
+    return tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def resize_of(region: Region, nbytes: int, lane: Stream, where: str) -> Access:
@@ -78,15 +76,22 @@ class Recorder:
         self.lock = threading.RLock()
         self.makes_operator = threading.RLock()
         self.is_forked = True
+        self.memory.forget_all()
         self.memory = Memory(when_freed=self.free)
         self.freed = {}
+
+    def end(self) -> None:
+        RECORDERS.remove(self)
+        self.memory.forget_all()
 
     # Threads
 
     def this_thread(self) -> HostThread:
-        if not hasattr(self.threads, "state"):
+        try:
+            return self.threads.state
+        except AttributeError:
             self.enter_thread()
-        return self.threads.state
+            return self.threads.state
 
     def enter_thread(self, thread: threading.Thread | None = None) -> None:
         """Begin this thread's lane; ``thread`` is its object, if it was started while recording."""
@@ -108,14 +113,13 @@ class Recorder:
         if not is_seen(tensor) or self.is_forked:
             return
         with self.lock:
-            self.count += 1
-            region = self.region_of(tensor)
-            time = on.clock[on.lane]
             ranges = byte_ranges(tensor)
+            time = on.clock[on.lane]
             access = Access(operator, writes, where, on, time, ranges, collective, arrives)
-            self.touch(region, access)
+            self.touch(self.region_of(tensor), access)
 
     def touch(self, region: Region, access: Access) -> None:
+        self.count += 1
         self.compare(region, access)
         for other in region.aliases:
             if other.alive():
@@ -134,10 +138,12 @@ class Recorder:
 
     def compare(self, region: Region, later: Access) -> None:
         """Keep the conflicts of ``later``, which begins now, with what touched ``region``."""
+        known = later.on.clock.get
         for earlier in region.accesses:
-            conflict = conflict_of(earlier, later)
-            if conflict is not None:
-                self.keep(conflict)
+            if earlier.time > known(earlier.on.lane, 0):
+                conflict = conflict_of(earlier, later)
+                if conflict is not None:
+                    self.keep(conflict)
 
     def keep(self, conflict: Conflict) -> None:
         """Keep the first conflict of each two lines."""
@@ -151,16 +157,6 @@ class Recorder:
     def region_of(self, tensor: torch.Tensor) -> Region:
         return self.memory.region_of(tensor.untyped_storage())
 
-    def on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is in memory that the program mapped, or was computed there."""
-        region = self.memory.regions.get(tensor.untyped_storage()._cdata)
-        return region is not None and region.on_host and region.alive()
-
-    def may_all_be_host(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether there are some, and all were made by the host, as far as is known."""
-        seen = [tensor for tensor in tensors if tensor.dim() and is_seen(tensor)]
-        return bool(seen) and all(self.region_of(tensor).may_be_host for tensor in seen)
-
     def is_read_by_host(self, tensor: torch.Tensor) -> bool:
         """Whether Python reads ``tensor`` as it is by now: a device's it would wait for.
 
@@ -171,22 +167,19 @@ class Recorder:
         region = self.region_of(tensor)
         return region.on_host or region.arrives_in(byte_ranges(tensor))
 
-    def allocated(self, tensor: torch.Tensor, on: Stream) -> None:
-        """Note that the memory of ``tensor`` is new on ``on``: there it may be what was freed last.
+    def allocated(self, region: Region, on: Stream) -> None:
+        """Note that ``region`` is new on ``on``: there it may be what was freed last.
 
         A caching allocator gives a freed block to the next of its size on the same stream, whoever
         else still uses it. Addresses here are another matter, so the accesses that were pending
         when a block was freed are handed to the next block of its size.
         """
-        if not is_seen(tensor):
-            return
         with self.lock:
-            region = self.region_of(tensor)
             region.home = on
             pending = self.freed.get((on.lane, region.nbytes))
             if pending:
                 whole = ((region.start, region.end),)
-                region.accesses += [replace(access, ranges=whole) for access in pending.pop()]
+                region.accesses += [access._replace(ranges=whole) for access in pending.pop()]
 
     @contextlib.contextmanager
     def resizing(self, storage: torch.UntypedStorage) -> Iterator[None]:
@@ -207,7 +200,6 @@ class Recorder:
         lane = thread if region.on_host else thread.current
         with self.lock:
             lane.launch(thread)
-            self.count += 1
             self.touch(region, resize_of(region, region.nbytes, lane, thread.line()))
             region.home = None  # given back, in order, now
             self.memory.forget(region)
@@ -226,6 +218,8 @@ class Recorder:
         home = region.home
         if self not in RECORDERS or home is None or isinstance(home, HostThread) or region.on_host:
             return
+        if all(access.on is home for access in region.accesses):
+            return
         with self.lock:
             known = dict(home.clock)
             join(known, self.this_thread().clock)
@@ -238,7 +232,7 @@ class Recorder:
                 is_named = access.on.lane in region.used_by
                 if not (ordered or has_returned or was_waited_for or is_kept or is_named):
                     operator = access.operator.removesuffix(FREED) + FREED
-                    pending.append(replace(access, operator=operator))
+                    pending.append(access._replace(operator=operator))
             if pending:
                 self.freed.setdefault((home.lane, region.nbytes), []).append(pending)
 
