@@ -8,7 +8,8 @@ import torch
 
 from rankproof.streams.lanes import Clock, Collective, Stream
 
-Range = tuple[int, int]  # first address, address behind the last
+Range = tuple[int, int]  # first byte, the one behind the last
+Place = tuple[int, tuple[Range, ...]]  # an address, and which bytes from there on
 
 MOST_RANGES = 1024  # of one strided tensor; beyond, its whole span counts as touched
 
@@ -21,7 +22,7 @@ class Access(NamedTuple):  # a tuple: some thousand a step are made
     where: str  # "recipe.py:120"
     on: Stream
     time: int
-    ranges: tuple[Range, ...]
+    place: Place
     collective: Collective | None = None  # whose access it is
     arrives: bool = False  # it is written by a copy that need not wait, from no host memory
 
@@ -36,11 +37,6 @@ class Access(NamedTuple):  # a tuple: some thousand a step are made
     def before(self, clock: Clock) -> bool:
         """Whether whoever knows ``clock`` comes after this access."""
         return self.time <= clock.get(self.on.lane, 0)
-
-    def superseded_by(self, later: "Access") -> bool:
-        """Whether all that must come after this access must come after ``later`` anyway."""
-        as_strict = later.writes or not self.writes
-        return as_strict and self.ranges == later.ranges and self.before(later.on.clock)
 
     def __str__(self) -> str:
         return f"{self.where} {self.verb} ({self.operator}) on {self.on.name}"
@@ -69,29 +65,28 @@ class Conflict:
 
 
 def conflict_of(earlier: Access, later: Access) -> Conflict | None:
-    """The conflict of two accesses of which ``later`` begins now; None if there is none."""
-    some_write = earlier.writes or later.writes
-    if not some_write or earlier.before(later.on.clock):
+    """The conflict of two accesses that nothing orders; None if there is none."""
+    if not (earlier.writes or later.writes):
         return None
-    nbytes = bytes_in_common(earlier.ranges, later.ranges)
+    nbytes = bytes_in_common(earlier.place, later.place)
     if not nbytes:
         return None
     return Conflict(earlier, later, nbytes, before_wait=earlier.awaits_wait())
 
 
-def byte_ranges(tensor: torch.Tensor) -> tuple[Range, ...]:
-    """The addresses that ``tensor`` covers, ascending and disjoint."""
-    base = tensor.data_ptr()
+def place_of(tensor: torch.Tensor) -> Place:
+    """The bytes that ``tensor`` covers, ascending and disjoint."""
     if tensor.is_contiguous():
-        return ((base, base + tensor.nbytes),)
-    return strided_ranges(base, tensor.element_size(), tensor.stride(), tensor.shape)
+        return tensor.data_ptr(), ((0, tensor.nbytes),)
+    ranges = strided_ranges(tensor.element_size(), tensor.stride(), tensor.shape)
+    return tensor.data_ptr(), ranges
 
 
-@lru_cache(maxsize=256)  # a training step touches what the one before it touched
+@lru_cache(maxsize=1024)  # a training step touches what the one before it touched
 def strided_ranges(
-    base: int, item: int, strides: tuple[int, ...], shape: tuple[int, ...]
+    item: int, strides: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[Range, ...]:
-    """:func:`byte_ranges` of a tensor that is not contiguous, of elements of ``item`` bytes."""
+    """The bytes of a tensor that is not contiguous, of elements of ``item`` bytes."""
     steps = zip(strides, shape, strict=True)
     dims = sorted((stride, size) for stride, size in steps if stride * (size - 1))
     run = 1  # elements that lie side by side
@@ -105,11 +100,18 @@ def strided_ranges(
             run += sum(stride * (size - 1) for stride, size in dims)
             break
         starts = [first + step * stride for step in range(size) for first in starts]
-    return tuple((base + first * item, base + (first + run) * item) for first in sorted(starts))
+    return tuple((first * item, (first + run) * item) for first in sorted(starts))
 
 
-def bytes_in_common(a: tuple[Range, ...], b: tuple[Range, ...]) -> int:
-    """How many addresses two ascending lists of ranges share."""
+def addresses(place: Place) -> list[Range]:
+    start, ranges = place
+    return [(start + first, start + behind) for first, behind in ranges]
+
+
+def bytes_in_common(one: Place, other: Place) -> int:
+    """How many addresses two places share."""
+    a = addresses(one)
+    b = addresses(other)
     i = j = common = 0
     while i < len(a) and j < len(b):
         start = max(a[i][0], b[j][0])

@@ -46,7 +46,8 @@ class BesideOperators:
 
     def mapped(self, tensor: torch.Tensor | None, *_: object, **__: object) -> None:
         if tensor is not None:
-            self.recorder.region_of(tensor).on_host = True
+            with self.recorder.lock:
+                self.recorder.region_of(tensor).on_host = True
 
     def saved(self, value: object, *_: object, **__: object) -> None:
         self.read("torch.save", list(tensors_in(value)))
@@ -92,7 +93,7 @@ class BesideOperators:
 
         def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
             with recorder.lock:
-                recorder.region_of(tensor).used_by.add(stream.lane)
+                recorder.region_of(tensor).used_by |= {stream.lane}
 
         return record_stream
 

@@ -5,10 +5,13 @@ from collections.abc import Callable
 
 import torch
 
-from rankproof.streams.accesses import Access, Range, bytes_in_common
+from rankproof.streams.accesses import Access, Place, bytes_in_common
 from rankproof.streams.lanes import Stream
 
 PAGE_BITS = 16  # storages are looked up by the pages of 64 KiB that they lie in
+
+
+NO_LANES: frozenset[int] = frozenset()
 
 
 def pages_of(start: int, end: int) -> range:
@@ -19,11 +22,14 @@ def pages_of(start: int, end: int) -> range:
 class StorageRef(weakref.ref):
     """A weak reference to a storage, which knows the region that ends with it."""
 
-    region: "Region | None" = None
+    __slots__ = ("region",)
 
 
 class Region:
     """The memory of one storage, as long as it stays where it is, and who touched it last."""
+
+    __slots__ = ("storage", "key", "start", "end", "accesses", "home", "aliases", "used_by")
+    __slots__ += ("on_host", "is_presumed", "made_by_host")
 
     def __init__(self, storage: torch.UntypedStorage, when_gone: Callable) -> None:
         self.storage = StorageRef(storage, when_gone)
@@ -33,11 +39,13 @@ class Region:
         self.end = self.start + storage.nbytes()
         self.accesses: list[Access] = []
         self.home: Stream | None = None  # where it was allocated: what is freed goes back there
-        self.aliases: list[Region] = []
+        self.aliases: tuple[Region, ...] = ()
         self.on_host = False  # host memory on any machine
         self.is_presumed = False  # to be host memory: it may turn out to be none
         self.made_by_host = False  # by the script, and no device named: see ``places``
-        self.used_by: set[int] = set()  # lanes that record_stream names: freed behind their work
+        self.used_by: frozenset[int] = (
+            NO_LANES  # lanes that record_stream names: freed behind their work
+        )
 
     @property
     def nbytes(self) -> int:
@@ -61,10 +69,10 @@ class Region:
             self.on_host = False
             self.is_presumed = False
 
-    def arrives_in(self, ranges: tuple[Range, ...]) -> bool:
+    def arrives_in(self, place: Place) -> bool:
         """Whether what was written there last was brought by a copy that need not wait."""
         for access in reversed(self.accesses):
-            if access.writes and bytes_in_common(access.ranges, ranges):
+            if access.writes and bytes_in_common(access.place, place):
                 return access.arrives
         return False
 
@@ -75,14 +83,27 @@ class Region:
     def pages(self) -> range:
         return pages_of(self.start, self.end)
 
-    def overlaps(self, start: int, end: int) -> bool:
-        return self.start < end and start < self.end
+    def add(self, access: Access) -> list[Access]:
+        """Keep ``access``, which begins now; returns those before it that nothing orders with it.
 
-    def add(self, access: Access) -> None:
-        """Keep ``access``, and no older one that it makes superfluous."""
-        kept = [old for old in self.accesses if not old.superseded_by(access)]
+        An older one that is in order, of the same bytes, goes: all that must come after it must
+        come after ``access`` anyway, unless that only reads what it wrote.
+        """
+        kept = []
+        unordered = []
+        lane = access.on
+        known = lane.clock
+        for earlier in self.accesses:
+            if earlier.on is lane or earlier.before(known):
+                as_strict = access.writes or not earlier.writes
+                if as_strict and earlier.place == access.place:
+                    continue
+            else:
+                unordered.append(earlier)
+            kept.append(earlier)
         kept.append(access)
         self.accesses = kept
+        return unordered
 
 
 class Memory:
@@ -106,11 +127,15 @@ class Memory:
                 self.forget(region)
         region = Region(storage, self.storage_is_gone)
         for other in self.overlapping(region.start, region.end):
-            region.aliases.append(other)
-            other.aliases.append(region)
+            region.aliases += (other,)
+            other.aliases += (region,)
         self.regions[region.key] = region
         for page in region.pages():
-            self.pages.setdefault(page, set()).add(region)
+            residents = self.pages.get(page)
+            if residents is None:
+                self.pages[page] = {region}
+            else:
+                residents.add(region)
         return region
 
     def storage_is_gone(self, storage: StorageRef) -> None:
@@ -123,11 +148,11 @@ class Memory:
         """The living regions that share an address with ``start`` to before ``end``."""
         found: set[Region] = set()
         for page in pages_of(start, end):
-            found |= self.pages.get(page, set())
+            for region in self.pages.get(page, ()):
+                if region.start < end and start < region.end:
+                    found.add(region)
         living = []
         for region in found:
-            if not region.overlaps(start, end):
-                continue
             if region.alive():
                 living.append(region)
             else:
@@ -146,4 +171,4 @@ class Memory:
         for page in region.pages():
             self.pages.get(page, set()).discard(region)
         for other in region.aliases:
-            other.aliases.remove(region)
+            other.aliases = tuple(alias for alias in other.aliases if alias is not region)

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankproof.imports import called_by_recipe
-from rankproof.streams.accesses import Access, byte_ranges
+from rankproof.streams.accesses import Access, place_of
 from rankproof.streams.lanes import Collective, HostThread, Stream
 from rankproof.streams.lines import DISPATCHERS
 from rankproof.streams.memory import Region
@@ -21,6 +21,7 @@ from rankproof.streams.recorder import Recorder, is_seen
 
 NO_ACCESS = {"set_", "resize_", "resize_as_", "detach", "detach_", "is_pinned", "wait_tensor"}
 RESIZES = ("resize_", "resize_as_")
+COPIES = ("copy_", "_to_copy")
 HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 STAGING_FILES = ("_state_dict_utils.py", "_state_dict_stager.py")
 UNANNOTATED = ("c10d", "fsdp")  # their schemas do not mark what is written
@@ -57,6 +58,8 @@ def stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def plain_tensors_in(value: object) -> list[torch.Tensor]:
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        return [value]
     return [tensor for tensor in tensors_in(value) if type(tensor) in PLAIN]
 
 
@@ -107,11 +110,17 @@ class Operator:
             self.allocates = False
             self.touches = True
             self.is_collective = False
+            self.may_copy = False
+            self.may_read_value = False
+            self.makes = True
             return
         self.name = func._schema.name.partition("::")[2]
         self.allocates = self.name.startswith(("empty", "new_empty"))
         self.touches = not func.is_view and self.name not in NO_ACCESS
         self.is_collective = func.namespace == "c10d"
+        self.may_copy = self.name in COPIES
+        self.may_read_value = self.name in HOST_WAITS
+        self.makes = any(result.alias_info is None for result in func._schema.returns)
         self.training = None  # where it is told whether averages are written
         self.arguments = []  # that may hold tensors: position, name, whether it is written
         for index, argument in enumerate(func._schema.arguments):
@@ -170,9 +179,6 @@ def is_written(func: Callable, argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-Input = tuple[torch.Tensor, Region, bool]  # with its memory, and whether it is written
-
-
 class OrderMode(TorchDispatchMode):
     """Gives the recorder every read and write of plain tensors; subclasses are unwrapped first."""
 
@@ -202,12 +208,18 @@ class OrderMode(TorchDispatchMode):
         if operator.name == "_foreach_copy_":
             self.note_each_copy(args, kwargs)
         elif operator.allocates:
-            for tensor in plain_tensors_in(result):
-                if is_seen(tensor):
-                    recorder.allocated(recorder.region_of(tensor), recorder.this_thread().current)
+            self.note_allocated(result)
         elif operator.touches:
             self.note(operator, args, kwargs, result)
         return result
+
+    def note_allocated(self, result: object) -> None:
+        recorder = self.recorder
+        current = recorder.this_thread().current
+        with recorder.lock:
+            for tensor in plain_tensors_in(result):
+                if is_seen(tensor):
+                    recorder.allocated(recorder.region_of(tensor), current)
 
     def note_each_copy(self, args: tuple, kwargs: dict) -> None:
         """One by one, since some pairs may be the device's and others the host's."""
@@ -223,9 +235,9 @@ class OrderMode(TorchDispatchMode):
         where = host.line()
         name = operator.name
         given = operator.given(args, kwargs)
-        copy = copy_of(name, args, kwargs)
+        copy = copy_of(name, args, kwargs) if operator.may_copy else None
         waits = copy is not None and copy.waits
-        reads_value = name in HOST_WAITS and called_by_recipe(DISPATCHERS)
+        reads_value = operator.may_read_value and called_by_recipe(DISPATCHERS)
         with recorder.lock:
             inputs = [(t, recorder.region_of(t), writes) for t, writes in given if is_seen(t)]
             regions = [region for tensor, region, _ in inputs if tensor.dim()]
@@ -237,7 +249,7 @@ class OrderMode(TorchDispatchMode):
             elif by_host and places.device:
                 host.learn(host.current.clock)
             leads_home = waits and (copy.names_device or is_transfer)
-            if is_in_turn(host, waits, leads_home):
+            if waits and is_in_turn(host, leads_home):
                 host.wait_for_current_stream()
             if by_host or (host.makes_host_values and not given):
                 lane = host
@@ -249,62 +261,48 @@ class OrderMode(TorchDispatchMode):
                 host.collective.blocks_host |= places.host
             lane.launch(host)
             brings = copy is not None and not waits and not places.host
-            noted = Noted(name, lane, where, host.collective, by_host, brings)
-            self.note_inputs(operator, inputs, noted)
-            of_host = copy is None and bool(regions) and all(r.may_be_host for r in regions)
-            self.note_result(result, inputs, noted, of_host)
+            noted = Noted(name, where, lane, lane.clock[lane.lane], host.collective, brings)
+            for tensor, region, writes in inputs:
+                if by_host and is_hosts_value(recorder, tensor, region):
+                    continue
+                if operator.is_collective and host.collective:
+                    writes = writes and not host.collective.only_reads
+                recorder.touch(region, noted.access(tensor, writes))
+            known = [region for _, region, _ in inputs]
+            for tensor, region in self.new_in(result, known) if operator.makes else ():
+                recorder.allocated(region, lane)
+                recorder.touch(region, noted.access(tensor, True))
+                region.on_host |= by_host
+                if copy is None and regions:
+                    region.made_by_host |= all(given.may_be_host for given in regions)
             if reads_value or leads_home or (waits and is_in_staging()):
                 host.learn(lane.clock)
 
-    def note_inputs(self, operator: Operator, inputs: list[Input], noted: "Noted") -> None:
-        """Note what the operator is given."""
-        recorder = self.recorder
-        for tensor, region, writes in inputs:
-            if noted.by_host and is_hosts_value(recorder, tensor, region):
-                continue
-            if noted.collective and operator.is_collective:
-                writes = writes and not noted.collective.only_reads
-            recorder.touch(region, noted.access(tensor, writes))
-
-    def note_result(
-        self, result: object, inputs: list[Input], noted: "Noted", of_host: bool
-    ) -> None:
-        """Note what is new of it."""
-        recorder = self.recorder
+    def new_in(self, result: object, known: list[Region]) -> Iterator[tuple[torch.Tensor, Region]]:
+        """What an operator returns and was not given, with its memory."""
         for tensor in plain_tensors_in(result):
-            if not is_seen(tensor):
-                continue
-            region = recorder.region_of(tensor)
-            if any(region is given for _, given, _ in inputs):
-                continue
-            recorder.allocated(region, noted.lane)
-            recorder.touch(region, noted.access(tensor, writes=True))
-            region.on_host |= noted.by_host
-            region.made_by_host |= of_host
+            if is_seen(tensor):
+                region = self.recorder.region_of(tensor)
+                if region not in known:
+                    yield tensor, region
 
 
 class Noted(NamedTuple):
     """An operator as it is noted: which, where, and by whom."""
 
     name: str
-    lane: Stream
     where: str
+    lane: Stream
+    time: int
     collective: Collective | None
-    by_host: bool
     brings: bool  # to the host, what nobody has waited for
 
     def access(self, tensor: torch.Tensor, writes: bool) -> Access:
         """Its read or write of ``tensor``."""
-        return Access(
-            self.name,
-            writes,
-            self.where,
-            self.lane,
-            self.lane.clock[self.lane.lane],
-            byte_ranges(tensor),
-            self.collective,
-            self.brings and writes,
-        )
+        arrives = self.brings and writes
+        place = place_of(tensor)
+        name, where, lane, time, collective, _ = self
+        return Access(name, writes, where, lane, time, place, collective, arrives)
 
 
 def is_hosts_value(recorder: Recorder, tensor: torch.Tensor, region: Region) -> bool:
@@ -318,10 +316,10 @@ def has_no_memory(types: tuple[type, ...]) -> bool:
     return any(issubclass(kind, WITHOUT_MEMORY) for kind in types)
 
 
-def is_in_turn(host: HostThread, waits: bool, leads_home: bool) -> bool:
-    """Whether a thread's copy comes after what the default stream had queued before."""
+def is_in_turn(host: HostThread, leads_home: bool) -> bool:
+    """Whether a copy that blocks comes after what the default stream had queued before."""
     if host.copies_in_turn:
-        return waits
+        return True
     in_no_stream = host.current is host
     return leads_home and in_no_stream and not is_in_staging()
 

@@ -36,6 +36,10 @@ class Places(NamedTuple):
         return self.host and self.device
 
 
+ON_DEVICE = Places(host=False, device=True)
+NOWHERE = Places(host=False, device=False)
+
+
 def copy_of(name: str, args: tuple, kwargs: dict) -> Copy | None:
     """What kind of copy an operator is; None if it is none."""
     if name == "copy_":
@@ -48,8 +52,11 @@ def copy_of(name: str, args: tuple, kwargs: dict) -> Copy | None:
 
 def look_at(regions: list[Region], copy: Copy | None) -> Places:
     """The places of what an operator is given, which may settle whose memory that is."""
-    if not any(region.may_be_host for region in regions):
-        return Places(host=False, device=bool(regions))
+    for region in regions:
+        if region.on_host or region.made_by_host:
+            break
+    else:
+        return ON_DEVICE if regions else NOWHERE
     if copy is not None and not copy.waits:
         settle(regions)
     if copy is None and not are_one_hosts(regions):

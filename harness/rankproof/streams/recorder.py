@@ -13,7 +13,7 @@ import torch
 
 from rankproof.imports import around
 from rankproof.protocol import OrderRecord
-from rankproof.streams.accesses import Access, Conflict, byte_ranges, conflict_of
+from rankproof.streams.accesses import Access, Conflict, conflict_of, place_of
 from rankproof.streams.lanes import RECORDERS, Clock, Collective, HostThread, Stream, join
 from rankproof.streams.memory import Memory, Region
 
@@ -28,8 +28,8 @@ def is_seen(tensor: torch.Tensor) -> bool:
 
 def resize_of(region: Region, nbytes: int, lane: Stream, where: str) -> Access:
     """The write of the first ``nbytes`` of ``region`` by ``resize_``."""
-    ranges = ((region.start, region.start + nbytes),)
-    return Access("resize_", True, where, lane, lane.clock[lane.lane], ranges)
+    place = (region.start, ((0, nbytes),))
+    return Access("resize_", True, where, lane, lane.clock[lane.lane], place)
 
 
 def call_as_found(owner: Any, name: str) -> None:
@@ -113,40 +113,38 @@ class Recorder:
         if not is_seen(tensor) or self.is_forked:
             return
         with self.lock:
-            ranges = byte_ranges(tensor)
             time = on.clock[on.lane]
-            access = Access(operator, writes, where, on, time, ranges, collective, arrives)
+            place = place_of(tensor)
+            access = Access(operator, writes, where, on, time, place, collective, arrives)
             self.touch(self.region_of(tensor), access)
 
     def touch(self, region: Region, access: Access) -> None:
+        """``access``, which begins now, is to ``region``: what conflicts with it is kept."""
         self.count += 1
-        self.compare(region, access)
+        for earlier in region.add(access):
+            self.compare(earlier, access)
         for other in region.aliases:
             if other.alive():
-                self.compare(other, access)
-        region.add(access)
+                for earlier in other.accesses:
+                    if not earlier.before(access.on.clock):
+                        self.compare(earlier, access)
 
     def read_at(self, operator: str, start: int, nbytes: int, on: Stream, where: str) -> None:
         """Note that ``operator`` reads memory by its address, whichever tensors lie there."""
         end = start + nbytes
         with self.lock:
-            access = Access(operator, False, where, on, on.clock[on.lane], ((start, end),))
+            place = (start, ((0, nbytes),))
+            access = Access(operator, False, where, on, on.clock[on.lane], place)
             for region in self.memory.overlapping(start, end):
                 self.count += 1
-                self.compare(region, access)
-                region.add(access)
+                for earlier in region.add(access):
+                    self.compare(earlier, access)
 
-    def compare(self, region: Region, later: Access) -> None:
-        """Keep the conflicts of ``later``, which begins now, with what touched ``region``."""
-        known = later.on.clock.get
-        for earlier in region.accesses:
-            if earlier.time > known(earlier.on.lane, 0):
-                conflict = conflict_of(earlier, later)
-                if conflict is not None:
-                    self.keep(conflict)
-
-    def keep(self, conflict: Conflict) -> None:
-        """Keep the first conflict of each two lines."""
+    def compare(self, earlier: Access, later: Access) -> None:
+        """Keep the first conflict of each two lines, of which nothing orders the accesses."""
+        conflict = conflict_of(earlier, later)
+        if conflict is None:
+            return
         lines = (conflict.earlier.where, conflict.later.where)
         known = {(other.earlier.where, other.later.where) for other in self.conflicts}
         if lines not in known and len(self.conflicts) < MOST_CONFLICTS:
@@ -165,7 +163,7 @@ class Recorder:
         if not is_seen(tensor):
             return False
         region = self.region_of(tensor)
-        return region.on_host or region.arrives_in(byte_ranges(tensor))
+        return region.on_host or region.arrives_in(place_of(tensor))
 
     def allocated(self, region: Region, on: Stream) -> None:
         """Note that ``region`` is new on ``on``: there it may be what was freed last.
@@ -178,8 +176,8 @@ class Recorder:
             region.home = on
             pending = self.freed.get((on.lane, region.nbytes))
             if pending:
-                whole = ((region.start, region.end),)
-                region.accesses += [access._replace(ranges=whole) for access in pending.pop()]
+                whole = (region.start, ((0, region.nbytes),))
+                region.accesses += [access._replace(place=whole) for access in pending.pop()]
 
     @contextlib.contextmanager
     def resizing(self, storage: torch.UntypedStorage) -> Iterator[None]:
@@ -192,7 +190,8 @@ class Recorder:
         if storage.device.type != "cpu" or not storage.nbytes():
             yield
             return
-        region = self.memory.region_of(storage)
+        with self.lock:
+            region = self.memory.region_of(storage)
         yield
         if storage.nbytes() == region.nbytes:
             return
