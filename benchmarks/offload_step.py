@@ -10,7 +10,7 @@
 Rows are written as they are known; the same command goes on where it was cut off, and torchrun does
 so by itself. ``--until`` (seconds from now) leaves out what no longer fits.
 
-The model is ``llama-8b`` of ``workloads.py`` in bf16 with fp32 masters, trained by its loop: a new
+The model is ``llama-8b`` of ``workloads.py``, or ``--model``, in bf16 with fp32 masters, trained by its loop: a new
 learning rate each step, gradients clipped, ``loss.item()`` behind every step. Sequences of 4,096
 tokens, the same batch in every step. Every layer runs under ``torch.utils.checkpoint`` in all rows.
 
@@ -25,7 +25,9 @@ How a number is made
   24 GB leaves for layers is used. ``streamed_adam_in_backward`` does not clip, and updates each
   layer as its gradients arrive.
 * ``8bit``, ``8bit_in_backward``: the same with ``moments="8bit"``; ``held_bytes``: what the host
-  holds, by ``Pss``, more than before the model was made. They have no ``bound_s`` yet.
+  holds, by ``Pss``, more than before the model was made. ``bound_s``: forward and backward, each
+  the longest of what the device computes, ``resident`` with the update, and of the bytes that come
+  and that go at the rates of ``link``. ``update_s``: the update alone, nothing copied.
 * ``kept``: ``resident`` over the row's step. ``bound_s``: backward and the longer of forward and
   update; without clipping, the longer of forward with backward and update. Update: 28 bytes for
   each parameter on the host at the faster of the two rates of ``host``. ``of_bound``: ``bound_s``
@@ -68,8 +70,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import HostMemory, Task, device_peaks, tell  # noqa: E402
 from benchmarks.offload_peers import DEPTHS, HOW, PEERS, PeerLoop, by_decay, note_of  # noqa: E402
-from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama  # noqa: E402
-from overlap_recipes.offload import host_adam  # noqa: E402
+from benchmarks.workloads import LARGEST_NORM, StockLoop, stock  # noqa: E402
+from overlap_recipes.offload import eight_bit, host_adam  # noqa: E402
 from overlap_recipes.offload.host_adam import LayerUpdate  # noqa: E402
 from overlap_recipes.offload.one_copy_a_host import Host, SharedModel  # noqa: E402
 from overlap_recipes.offload.streamed_model import StreamedModel  # noqa: E402
@@ -95,6 +97,7 @@ FIFTY = 50
 ONE_COPY_LAYERS = 6
 FACTOR = 0.5  # of clipping, where an update is timed alone
 BOUND = "backward + max(forward, update) of this file's rows"
+BOUND_OF_8BIT = "forward + backward, each the longest of compute, link in and link out"
 BOUND_IN_BACKWARD = "max(forward + backward, update) of this file's rows"
 
 
@@ -108,7 +111,11 @@ class Size:
     steps: int
 
 
-FULL = Size("llama-8b", 32, (4, 8), (16384, 8192, 32768), 4096, 4)
+SIZES = {
+    "llama-8b": Size("llama-8b", 32, (4, 8), (16384, 8192, 32768), 4096, 4),
+    "qwen3-4b": Size("qwen3-4b", 36, (4, 8), (8192, 16384, 32768), 4096, 4),
+    "qwen3-14b": Size("qwen3-14b", 40, (2, 4), (8192,), 4096, 3),
+}
 SMALL = Size("llama-tiny", 6, (2, 4), (64, 32, 128), 32, 3)
 
 
@@ -175,7 +182,7 @@ class Ours:
         self.size = size
         self.device = device
         self.memory = HostMemory()
-        self.model = llama(size.name, device, layers=layers).bfloat16()
+        self.model = stock(size.name, device, layers=layers).bfloat16()
         stack = StreamedModel
         if host is not None:
             stack = partial(SharedModel, host=host)
@@ -277,20 +284,19 @@ class UpdateClock:
 
 class Benchmark:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        self.size = SMALL if options.small else FULL
+        self.size = SMALL if options.small else SIZES[options.model]
         self.device = device
         self.host_state = options.host_state
         self.until = options.until
         self.depths = options.depths
-        shape = LLAMAS[self.size.name]
-        one = llama(self.size.name, "meta", layers=1)
+        one = stock(self.size.name, "meta", layers=1)
         self.layer_parameters = sum(p.numel() for p in one.model.layers.parameters())
         self.other_parameters = sum(p.numel() for p in one.parameters()) - self.layer_parameters
         # state on the device that is no layer's: of embedding and head, and slots
         slots = 8 * self.layer_parameters  # two of weights and two of gradients, in bf16
         self.around_layers = STATE_BYTES * self.other_parameters + slots
         workload = {
-            "model": f"{self.size.name}, vocabulary {shape.vocabulary:,}",
+            "model": f"{self.size.name}, vocabulary {one.config.vocab_size:,}",
             "precision": "bfloat16 weights, gradients and compute; fp32 masters and Adam",
             "loop": "clipping, another learning rate in each step, loss read in each step",
             "sequence": f"{self.size.length} tokens",
@@ -437,10 +443,7 @@ class Benchmark:
     def build(self) -> Ours:
         if self.ours is None:
             self.clear()
-            budget = 0
-            if self.size is FULL:
-                budget = max(0, DEVICE_STATE - self.around_layers)
-            self.ours = Ours(self.size, self.device, self.size.layers, budget)
+            self.ours = Ours(self.size, self.device, self.size.layers, self.budget())
         return self.ours
 
     def streamed(self, tokens: int, clip: bool) -> None:
@@ -464,33 +467,101 @@ class Benchmark:
         name = "streamed_adam" if clip else "streamed_adam_in_backward"
         self.row(name, tokens, ours.memory, **fields, samples=samples)
 
-    def eight_bits(self, tokens: int, clip: bool) -> None:
-        """Steps with moments of 8 bits; a model of its own, which the host holds by itself."""
+    def budget(self) -> float:
+        """Bytes of the device for layers that stay there."""
+        if self.size is SMALL:
+            return 0
+        return max(0, DEVICE_STATE - self.around_layers)
+
+    def build_8bit(self, clip: bool) -> tuple[Ours, int]:
+        """With moments of 8 bits; and what the host held by ``Pss`` before."""
         self.clear()
         held = memory_of_process("Pss")
-        budget = 0
-        if self.size is FULL:
-            budget = max(0, DEVICE_STATE - self.around_layers)
         settings = {"moments": "8bit"}
         if not clip:
             settings |= {"max_norm": None, "in_backward": True}
-        ours = Ours(self.size, self.device, self.size.layers, budget, **settings)
-        steps = train(ours.loop(tokens, clip), self.size.steps)
-        ours.streamed.wait()
-        fields = {
-            "step_s": statistics.median(steps),
-            "optimizer_in_step": True,
-            "skipped": ours.optimizer.skipped,
-            "held_bytes": memory_of_process("Pss") - held,
-            "host_parameters": ours.host_parameters,
-            "layers_on_device": len(ours.streamed.resident.plain),
-        }
-        resident = self.found("resident", tokens)
-        if resident:
-            fields["kept"] = resident["step_s"] / fields["step_s"]
+        return Ours(self.size, self.device, self.size.layers, self.budget(), **settings), held
+
+    def eight_bits(self, clip: bool) -> None:
+        """Steps with moments of 8 bits, at all tokens."""
+        ours, held = self.build_8bit(clip)
+        update_s = self.update_on_device(ours)
         name = "8bit" if clip else "8bit_in_backward"
-        self.row(name, tokens, ours.memory, **fields, samples={"step_s": steps})
+        for tokens in self.size.tokens:
+            steps = train(ours.loop(tokens, clip), self.size.steps)
+            ours.streamed.wait()
+            step = statistics.median(steps)
+            fields = {
+                "step_s": step,
+                "optimizer_in_step": True,
+                "skipped": ours.optimizer.skipped,
+                "held_bytes": memory_of_process("Pss") - held,
+                "host_parameters": ours.host_parameters,
+                "device_state_bytes": ours.device_state_bytes,
+                "layers_on_device": len(ours.streamed.resident.plain),
+                "update_s": update_s,
+            }
+            fields |= self.against_bound_of_8bit(ours, tokens, clip, step, update_s)
+            self.row(name, tokens, ours.memory, **fields, samples={"step_s": steps})
         ours.close()
+
+    def update_on_device(self, ours: Ours) -> float:
+        """Seconds of the device's update of all layers alone, nothing copied."""
+        host = ours.optimizer.host
+        settings = ours.optimizer.settings()[0]
+        piece = max(host.pieces[0], key=lambda each: each.gradient_here.numel())
+        numel = piece.gradient_here.numel()
+        parts = host.rooms[0].like(piece.host)
+        for part in parts.values():
+            part.zero_()
+        gradient = torch.zeros_like(piece.gradient_here)
+        one = torch.ones((), device=self.device)
+        never = torch.zeros_like(one)
+
+        def update() -> None:
+            for _ in range(8):
+                eight_bit.update(settings, parts, gradient, one, one, never)
+
+        seconds = statistics.median(measuring.seconds_of(update, self.device, 5))
+        return seconds / (8 * numel) * ours.host_parameters
+
+    def against_bound_of_8bit(
+        self, ours: Ours, tokens: int, clip: bool, step: float, update_s: float
+    ) -> dict:
+        """What is kept of a resident run's throughput, and what a step could take at best.
+
+        By phase the longest of what the device computes and what its link brings and takes.
+        """
+        resident = self.found("resident", tokens)
+        if not resident:
+            return {}
+        kept = {"kept": resident["step_s"] / step}
+        link = self.results.data["link"]
+        if not link:
+            return kept
+        state = 0
+        for tensors in ours.optimizer.host.state.values():
+            state += sum(tensor.nbytes for tensor in tensors.values())
+        weights = 2 * ours.host_parameters
+        come = {"forward": weights, "backward": weights}
+        go = {"forward": 0, "backward": 0}
+        compute = {"forward": resident["forward_s"], "backward": resident["backward_s"]}
+        phase = "forward" if clip else "backward"
+        come[phase] += state  # its weights are there
+        go[phase] += state + weights
+        compute[phase] += update_s
+        if clip:
+            come["forward"] += weights  # as many bytes of gradients
+            go["backward"] += weights
+        bound = 0
+        fields = {}
+        for name, seconds in compute.items():
+            inward = come[name] / link["pinned_h2d_bytes_per_s"]
+            outward = go[name] / link["pinned_d2h_bytes_per_s"]
+            fields[f"bound_of_{name}_s"] = {"compute": seconds, "in": inward, "out": outward}
+            bound += max(seconds, inward, outward)
+        fields |= {"bound_s": bound, "of_bound": bound / step, "eta": bound / step}
+        return kept | fields | {"bound_from": BOUND_OF_8BIT}
 
     def against_bound(self, ours: Ours, tokens: int, clip: bool, step: float) -> dict:
         """What is kept of a resident run's throughput, and what a step could take at best.
@@ -542,7 +613,7 @@ class Benchmark:
 
     def larger(self) -> None:
         """Many steps: the loss, and whether memory grows."""
-        full = self.size is FULL  # on an accelerator alone
+        full = self.size is not SMALL  # on an accelerator alone
         tokens = min(self.size.tokens)
         on_device = 0
         layers = self.size.layers
@@ -623,7 +694,7 @@ class Benchmark:
         state = {}
         depths = self.depths or DEPTHS.get(name, self.size.depths)
         for depth in depths:
-            model = llama(self.size.name, self.device, layers=depth).bfloat16()
+            model = stock(self.size.name, self.device, layers=depth).bfloat16()
             model.gradient_checkpointing_enable({"use_reentrant": False})
             loop = PeerLoop(model, self.size.length, self.size.length)
             del model
@@ -661,8 +732,8 @@ class Benchmark:
     def task(self, name: str, seconds: float, work: Callable[[], None], *tokens: int) -> Task:
         """``tokens``: of the rows that ``work`` adds; none for a row without."""
         title = f"{name} {tokens[0]}" if len(tokens) == 1 else name
-        if self.size is not FULL:
-            seconds = 15
+        if self.size is SMALL:
+            seconds = 90
 
         def done() -> bool:
             if not tokens:
@@ -675,8 +746,9 @@ class Benchmark:
         every = self.size.tokens
         least = min(every)
         found = []
-        if what in ("ours", "all"):
+        if what in ("ours", "8bit", "all"):
             found.append(self.task("resident", 35, self.resident, *every))
+        if what in ("ours", "all"):
             found.append(self.task("host", 40, self.host))
             clips = {"streamed_adam_in_backward": False, "streamed_adam": True}
             for name, clip in clips.items():
@@ -685,9 +757,7 @@ class Benchmark:
                     found.append(self.task(name, 35, work, tokens))
         if what in ("8bit", "all"):
             for name, clip in {"8bit_in_backward": False, "8bit": True}.items():
-                for tokens in every:
-                    work = partial(self.eight_bits, tokens, clip)
-                    found.append(self.task(name, 60, work, tokens))
+                found.append(self.task(name, 70, partial(self.eight_bits, clip), *every))
         if what == "larger":
             found.append(self.task("larger_than_device", 150, self.larger, least))
         if what == "copies":
@@ -708,6 +778,7 @@ def main() -> None:
     parser = measuring.command_line(__doc__)
     choices = ("ours", "8bit", "peers", "copies", "larger", "all")
     parser.add_argument("--what", choices=choices, default="ours")
+    parser.add_argument("--model", choices=SIZES, default="llama-8b")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--depths", nargs="+", type=int, help="of peers; 32: nothing extrapolated")
     parser.add_argument("--host-state", type=float, default=LARGER_HOST_STATE, help="bytes; larger")

@@ -17,6 +17,7 @@ Needs transformers (written for 5.17 to 5.23); recipes do not.
 """
 
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from unittest import mock
 
@@ -87,6 +88,30 @@ HOST_BOUND: dict[str, PreTrainedConfig] = {
     "gpt2-tiny": GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=256, **TOKENS),
 }
 """What a Qwen3 1.7B, a GPT-2 XL and a Mixtral of 1.2 billion parameters are; one for tests."""
+LARGE = {
+    "qwen3-4b": Qwen3Config(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+        **TOKENS,
+    ),
+    "qwen3-14b": Qwen3Config(
+        hidden_size=5120,
+        intermediate_size=17_408,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        **TOKENS,
+    ),
+}
+"""What a Qwen3 4B and a Qwen3 14B are, for layers on the host."""
 VOCABULARY_ON_ONE = 32_000  # of llama-1b on one GPU: 12.7 GB of weights and Adam's state
 """Llama 3.2 1B's 128,256 tokens would make a third of its parameters on one GPU the embedding."""
 
@@ -127,19 +152,24 @@ def llama(
         return LlamaForCausalLM(config).train()
 
 
-def stock(name: str, device: torch.device | str) -> PreTrainedModel:
+def stock(
+    name: str, device: torch.device | str, *, layers: int | None = None
+) -> PreTrainedModel:
     """A stock model with random float32 weights on ``device``; the same on every rank.
 
     Args:
-        name: of :data:`LLAMAS` or :data:`HOST_BOUND`.
+        name: of :data:`LLAMAS`, :data:`HOST_BOUND` or :data:`LARGE`.
+        layers: other than its own number of them.
     """
     if name in LLAMAS:
-        return llama(name, device)
+        return llama(name, device, layers=layers)
+    config = deepcopy((HOST_BOUND | LARGE)[name])
+    if layers is not None:
+        config.num_hidden_layers = layers
+        config.layer_types = config.layer_types[:1] * layers
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(
-            HOST_BOUND[name], attn_implementation="sdpa"
-        ).train()
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:

@@ -25,8 +25,9 @@ State of a parameter of n elements, plain tensors, ``ceil(n / BLOCK)`` blocks:
 * in place of these ``exp_avg``, ``exp_avg_sq``: fp32, the parameter's shape, where it keeps them so
 """
 
-from collections.abc import Iterable
-from functools import lru_cache
+import logging
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ from torch import nn
 from . import adam_in_pieces as pieces
 from .adam_in_pieces import FP32
 
+LOG = logging.getLogger(__name__)
 BLOCK = 256  # elements that share a scale
 _SMALLEST = 4096  # elements of a parameter whose moments have 8 bits
 PIECE = 2**23  # elements that are updated at a time: bounds what an update takes of the device
@@ -86,6 +88,7 @@ def make_tables(device: torch.device) -> None:
     for signed in SIGNED.values():
         _limits(signed, device)
     _powers(device)
+    _one_kernel(device)
 
 
 def quantize(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,9 +178,14 @@ def state_on_device(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """Of a parameter that stays on the device: zeros, which are its start."""
     make_tables(parameter.device)
     state = {"step": torch.zeros((), dtype=FP32, device=parameter.device)}
+    return state | _zeros(parameter)
+
+
+def _zeros(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    zeros = {}
     for name, (shape, dtype) in kinds_of_state(parameter).items():
-        state[name] = torch.zeros(shape, dtype=dtype, device=parameter.device)
-    return state
+        zeros[name] = torch.zeros(shape, dtype=dtype, device=parameter.device)
+    return zeros
 
 
 def refuse_dtypes(parameters: Iterable[nn.Parameter]) -> None:
@@ -193,6 +201,42 @@ def refuse_dtypes(parameters: Iterable[nn.Parameter]) -> None:
 # Updates
 
 
+@lru_cache
+def _one_kernel(device: torch.device) -> Callable | None:
+    """``update`` of a piece with codes as one kernel; None where Triton cannot make it.
+
+    It is tried once, beside the operators: without a C compiler Triton fails at its first call.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        from . import eight_bit_kernel
+    except ImportError:
+        return None
+    tables = {"powers": _powers(device)}
+    for name, signed in SIGNED.items():
+        tables[name] = (code_book(signed, device), _limits(signed, device))
+    kernel = partial(eight_bit_kernel.update, tables=tables)
+    settings = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    one = torch.ones((), device=device)
+    gradient = torch.linspace(-1, 1, _SMALLEST, device=device)
+    for dtype in (torch.bfloat16, FP32):
+        weight = gradient.to(dtype)
+        found = []
+        for way in (_by_operators, kernel):
+            piece = {"weight": weight.clone(), **_zeros(weight)}
+            try:
+                way(settings, piece, gradient, one, one, torch.zeros_like(one))
+            except Exception as error:
+                LOG.warning("8-bit updates by operators, a kernel is faster: %s", error)
+                return None
+            found.append([piece["weight"].float(), piece["exp_avg_codes"].float()])
+        if not all(torch.allclose(a, b, rtol=1e-2, atol=1.0) for a, b in zip(*found, strict=True)):
+            LOG.warning("8-bit updates by operators: Triton's kernel has given other numbers")
+            return None
+    return kernel
+
+
 def update(settings: dict, piece: dict, gradient, step, scale, skip) -> None:
     """One step of AdamW for some whole blocks, or for a parameter's last ones.
 
@@ -202,6 +246,13 @@ def update(settings: dict, piece: dict, gradient, step, scale, skip) -> None:
         step: which one this is, counted already.
         skip: 1 if nothing is to change, else 0.
     """
+    way = _one_kernel(gradient.device)
+    if way is None or "exp_avg_codes" not in piece:
+        way = _by_operators
+    way(settings, piece, gradient, step, scale, skip)
+
+
+def _by_operators(settings: dict, piece: dict, gradient, step, scale, skip) -> None:
     weight = piece["weight"]
     master = weight
     if "rest" in piece:

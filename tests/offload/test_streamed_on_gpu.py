@@ -1,13 +1,14 @@
 """A stock Llama streamed on a CUDA device: the resident run's bits, whichever stream is late."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from overlap_recipes.offload import HostAdamW
+from overlap_recipes.offload import HostAdamW, eight_bit
 from overlap_recipes.offload.streamed_model import StreamedModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -41,9 +42,9 @@ def batch(step: int, device: torch.device) -> torch.Tensor:
 
 def delay_each_pass(streamed: StreamedModel, delayed: str) -> None:
     """Hold a stream at the beginning of each forward and backward."""
-    streams = {"compute": torch.cuda.current_stream(), "h2d": streamed.h2d, "d2h": streamed.d2h}
     if delayed == "none":
         return
+    streams = {"compute": torch.cuda.current_stream(), "h2d": streamed.h2d, "d2h": streamed.d2h}
 
     def held(plain, first):
         def call(index, *args, **kwargs):
@@ -80,11 +81,18 @@ def test_gradients_are_those_of_the_resident_run(device, delayed):
     streamed.close()
 
 
-def trained(device: torch.device, delayed: str, budget: float = 0, **options) -> tuple:
+def trained(
+    device: torch.device,
+    delayed: str,
+    budget: float = 0,
+    change: Callable[[StreamedModel, HostAdamW], None] = lambda *_: None,
+    **options,
+) -> tuple:
     model = model_on(device)
     streamed = StreamedModel(model, model.model.layers, device, budget=budget)
     delay_each_pass(streamed, delayed)
     optimizer = HostAdamW(model.parameters(), streamed, lr=1e-3, **options)
+    change(streamed, optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     for step in range(STEPS):
         ids = batch(step, device)
@@ -102,7 +110,15 @@ def trained(device: torch.device, delayed: str, budget: float = 0, **options) ->
 
 
 @pytest.mark.parametrize("delayed", STREAMS[1:])
-@pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"in_backward": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_norm": 0.5},
+        {"in_backward": True},
+        {"max_norm": 0.5, "moments": "8bit"},
+        {"in_backward": True, "moments": "8bit"},
+    ],
+)
 def test_whole_steps_do_not_depend_on_timing(device, delayed, options):
     expected, _ = trained(device, "none", **options)
     found, skipped = trained(device, delayed, **options)
@@ -119,6 +135,115 @@ def test_whole_steps_are_those_of_an_adam_on_the_device(device):
         apart = (ours.float() - theirs.float()).abs() - 2e-2 * theirs.float().abs()
         assert (apart > 4e-4).float().mean() < 1e-3
         assert apart.max() < 2 * 1e-3 * STEPS
+
+
+# Moments in 8 bits
+
+
+def test_one_kernel_updates_as_the_operators_do(device):
+    """Rounded differently in places; codes and scales say the same."""
+    eight_bit.make_tables(device)
+    kernel = eight_bit._one_kernel(device)
+    assert kernel is not None
+    settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+    one = torch.ones((), device=device)
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(1000 * eight_bit.BLOCK, device=device).to(dtype))
+        piece = {"weight": parameter.detach().clone(), **eight_bit.state_on_device(parameter)}
+        step = piece.pop("step")
+        other = deepcopy(piece)
+        for number in range(1, 21):
+            step += 1
+            gradient = torch.randn_like(parameter) * torch.rand_like(parameter)
+            if number == 7:
+                for each in (piece, other):
+                    each["weight"][:300] = 0.0
+            skip = one * (number == 9)
+            before = deepcopy(piece)
+            kernel(settings, piece, gradient, step, one * 0.7, skip)
+            eight_bit._by_operators(settings, other, gradient, step, one * 0.7, skip)
+            if number == 9:
+                assert all(torch.equal(piece[name], before[name]) for name in piece)
+        for name in ("exp_avg_codes", "exp_avg_sq_codes"):
+            apart = (piece[name].int() - other[name].int()).abs()
+            assert (apart > 0).float().mean() < 1e-4
+        weights = [each["weight"] for each in (piece, other)]
+        if dtype == torch.bfloat16:
+            weights = [
+                eight_bit.master_of(each["weight"], each["rest"], each["digest"])
+                for each in (piece, other)
+            ]
+        torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-4)
+
+
+def hold(streamed: StreamedModel, optimizer: HostAdamW, late: str) -> None:
+    """Hold a stream before each piece of an update."""
+    host = optimizer.host
+    streams = {"h2d": streamed.h2d, "update": host.stream, "d2h": streamed.d2h}
+    plain = host.queue_piece
+
+    def held(*args):
+        with torch.cuda.stream(streams[late]):
+            torch.cuda._sleep(DELAY_CYCLES // 50)
+        plain(*args)
+
+    host.queue_piece = held
+
+
+class Without:
+    """A stream that does not wait for some events."""
+
+    def __init__(self, stream: torch.cuda.Stream, events: list) -> None:
+        self.plain = stream.wait_event
+        self.events = events
+
+    def __call__(self, event) -> None:
+        if not any(event is each for each in self.events):
+            self.plain(event)
+
+
+def without(wait: str, late: str, streamed: StreamedModel, optimizer: HostAdamW) -> None:
+    """Remove a wait of updates, and hold the stream that is waited for."""
+    hold(streamed, optimizer, late)
+    host = optimizer.host
+    rooms = host.rooms
+    if wait == "room free":
+        streamed.h2d.wait_event = Without(streamed.h2d, [room.free for room in rooms])
+    elif wait == "piece here":
+        host.stream.wait_event = Without(host.stream, [room.here for room in rooms])
+    elif wait == "updated":
+        streamed.d2h.wait_event = Without(streamed.d2h, [room.updated for room in rooms])
+    else:
+        host.await_home = lambda layer: host.announced.pop(layer, None)
+
+
+@pytest.mark.parametrize("late", ["h2d", "update", "d2h"])
+@pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"in_backward": True}])
+def test_updates_in_8_bits_do_not_depend_on_timing(device, late, options):
+    options = options | {"moments": "8bit"}
+    expected, _ = trained(device, "none", **options)
+    found, _ = trained(device, "none", change=partial(hold, late=late), **options)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("wait", "late"),
+    [("room free", "d2h"), ("piece here", "h2d"), ("updated", "update"), ("home", "d2h")],
+)
+def test_an_update_in_8_bits_needs_each_of_its_waits(device, wait, late):
+    options = {"in_backward": True, "moments": "8bit"}
+    expected, _ = trained(device, "none", **options)
+    found, _ = trained(device, "none", change=partial(without, wait, late), **options)
+    assert not all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"in_backward": True}])
+def test_steps_in_8_bits_are_those_of_a_model_on_the_device(device, options):
+    options = options | {"moments": "8bit"}
+    on_host, _ = trained(device, "none", **options)
+    on_device, _ = trained(device, "none", budget=float("inf"), **options)
+    assert all(map(torch.equal, on_host, on_device))
 
 
 def test_generate_returns_the_resident_models_tokens(device):
