@@ -3,16 +3,18 @@
     torchrun --nproc-per-node=1 --max-restarts=3 benchmarks/offload_step.py   # one H200
     python benchmarks/offload_step.py --what peers                            # other packages
     python benchmarks/offload_step.py --what larger                           # one H100
-    python benchmarks/offload_step.py --what 8bit                             # one H200
+    python benchmarks/offload_step.py --what 8bit --model qwen3-4b            # one H200
+    python benchmarks/offload_step.py --what held                             # one H200
     torchrun --nproc-per-node=2 benchmarks/offload_step.py --what peers       # or copies
     python benchmarks/offload_step.py --small --out /tmp/rehearsal            # a minute on a CPU
 
 Rows are written as they are known; the same command goes on where it was cut off, and torchrun does
 so by itself. ``--until`` (seconds from now) leaves out what no longer fits.
 
-The model is ``llama-8b`` of ``workloads.py``, or ``--model``, in bf16 with fp32 masters, trained by its loop: a new
-learning rate each step, gradients clipped, ``loss.item()`` behind every step. Sequences of 4,096
-tokens, the same batch in every step. Every layer runs under ``torch.utils.checkpoint`` in all rows.
+The model is ``llama-8b`` of ``workloads.py``, or ``--model``, in bf16 with fp32 masters, trained by
+its loop: a new learning rate each step, gradients clipped, ``loss.item()`` behind every step.
+Sequences of 4,096 tokens, the same batch in every step. Every layer runs under
+``torch.utils.checkpoint`` in all rows.
 
 How a number is made
 --------------------
@@ -28,6 +30,8 @@ How a number is made
   holds, by ``Pss``, more than before the model was made. ``bound_s``: forward and backward, each
   the longest of what the device computes, ``resident`` with the update, and of the bytes that come
   and that go at the rates of ``link``. ``update_s``: the update alone, nothing copied.
+* ``8bit_held``: steps of one sequence in backward, all layers on the host; of ``llama-8b`` with the
+  device held to 24 GB. ``most_process_bytes``: the most of ``Pss`` behind any step.
 * ``kept``: ``resident`` over the row's step. ``bound_s``: backward and the longer of forward and
   update; without clipping, the longer of forward with backward and update. Update: 28 bytes for
   each parameter on the host at the faster of the two rates of ``host``. ``of_bound``: ``bound_s``
@@ -83,6 +87,7 @@ OURS = (
     "streamed_adam_in_backward",
     "8bit",
     "8bit_in_backward",
+    "8bit_held",
     "larger_than_device",
     "own_copy",
     "one_copy",
@@ -94,6 +99,7 @@ DEVICE_STATE = 24e9  # bytes of weights, gradients and optimizer state that the 
 LARGER_HOST_STATE = 96e9  # bytes that the host holds of the model that is larger than the device
 LARGER_SHARE = 0.72  # of the device's memory for state; the rest for logits and activations
 FIFTY = 50
+HELD_STEPS = 20
 ONE_COPY_LAYERS = 6
 FACTOR = 0.5  # of clipping, where an update is timed alone
 BOUND = "backward + max(forward, update) of this file's rows"
@@ -288,6 +294,7 @@ class Benchmark:
         self.device = device
         self.host_state = options.host_state
         self.until = options.until
+        self.what = options.what
         self.depths = options.depths
         one = stock(self.size.name, "meta", layers=1)
         self.layer_parameters = sum(p.numel() for p in one.model.layers.parameters())
@@ -469,7 +476,7 @@ class Benchmark:
 
     def budget(self) -> float:
         """Bytes of the device for layers that stay there."""
-        if self.size is SMALL:
+        if self.size is SMALL or self.what == "held":
             return 0
         return max(0, DEVICE_STATE - self.around_layers)
 
@@ -659,6 +666,37 @@ class Benchmark:
                 break
         ours.close()
 
+    def held(self) -> None:
+        """Steps in backward with 8 bits, one sequence each, on a device of which little is used."""
+        ours, held = self.build_8bit(clip=False)
+        self.clear()
+        fields = {}
+        if self.size.name == "llama-8b":
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(DEVICE_STATE / total)
+            fields["device_limit_bytes"] = DEVICE_STATE
+        tokens = self.size.length
+        loop = ours.loop(tokens, clip=False)
+        samples: dict[str, list] = {"loss": [], "process_bytes": [], "step_s": []}
+        for _ in range(HELD_STEPS):
+            begun = time.perf_counter()
+            loop.step()
+            samples["step_s"].append(time.perf_counter() - begun)
+            samples["loss"].append(loop.loss)
+            samples["process_bytes"].append(memory_of_process("Pss"))
+        ours.streamed.wait()
+        fields["step_s"] = statistics.median(samples["step_s"])
+        fields["held_bytes"] = max(samples["process_bytes"]) - held
+        fields["most_process_bytes"] = max(samples["process_bytes"])
+        fields["parameters"] = sum(p.numel() for p in ours.model.parameters())
+        fields["host_parameters"] = ours.host_parameters
+        fields["layers_on_device"] = len(ours.streamed.resident.plain)
+        fields["optimizer_in_step"] = True
+        fields["first_loss"] = samples["loss"][0]
+        fields["last_loss"] = loop.loss
+        self.row("8bit_held", tokens, ours.memory, **fields, samples=samples)
+        ours.close()
+
     # Ranks of one host
 
     def copies(self, name: str) -> None:
@@ -758,6 +796,8 @@ class Benchmark:
         if what in ("8bit", "all"):
             for name, clip in {"8bit_in_backward": False, "8bit": True}.items():
                 found.append(self.task(name, 70, partial(self.eight_bits, clip), *every))
+        if what == "held":
+            found.append(self.task("8bit_held", 90, self.held, self.size.length))
         if what == "larger":
             found.append(self.task("larger_than_device", 150, self.larger, least))
         if what == "copies":
@@ -776,7 +816,7 @@ class Benchmark:
 
 def main() -> None:
     parser = measuring.command_line(__doc__)
-    choices = ("ours", "8bit", "peers", "copies", "larger", "all")
+    choices = ("ours", "8bit", "held", "peers", "copies", "larger", "all")
     parser.add_argument("--what", choices=choices, default="ours")
     parser.add_argument("--model", choices=SIZES, default="llama-8b")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))

@@ -152,9 +152,7 @@ def llama(
         return LlamaForCausalLM(config).train()
 
 
-def stock(
-    name: str, device: torch.device | str, *, layers: int | None = None
-) -> PreTrainedModel:
+def stock(name: str, device: torch.device | str, *, layers: int | None = None) -> PreTrainedModel:
     """A stock model with random float32 weights on ``device``; the same on every rank.
 
     Args:
