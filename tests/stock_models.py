@@ -16,24 +16,14 @@ WIDTH, LAYERS, WORDS, TOKENS = 32, 3, 96, 12
 
 @dataclass(frozen=True)
 class Stock:
-    """A family: what kind of model it is, and how its small one is made.
-
-    Attributes:
-        name: of the family, as ``AutoConfig.for_model`` has it.
-        auto: the class that makes the model of a config, an ``AutoModel...``.
-        layers: where its layers are, one path or more, in the order in which they run.
-        inputs: the keyword arguments of a forward that returns a loss, by a seed.
-        sizes: of the config, beside ``COMMON``.
-        every_bit: whether streamed gradients have those of the stock model. A streamed layer adds
-            up its own gradients of a tensor that many layers get: other last bits.
-    """
+    """A family, by its name for ``AutoConfig.for_model``, and how its small model is made."""
 
     name: str
     auto: str
-    layers: tuple[str, ...]
-    inputs: Callable[[int], dict]
-    sizes: dict = field(default_factory=dict)
-    every_bit: bool = True
+    layers: tuple[str, ...]  # paths, in the order in which they run
+    inputs: Callable[[int], dict]  # of a forward that returns a loss, by a seed
+    sizes: dict = field(default_factory=dict)  # of the config, beside ``COMMON``
+    every_bit: bool = True  # or gradients of a tensor that many layers get differ in their last
 
     def model(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
@@ -159,17 +149,13 @@ STOCK = [
     Stock("gemma2", CAUSAL, DECODER, text, SLIDING),
     Stock("gemma3_text", CAUSAL, DECODER, text, SLIDING),
     Stock("phi3", CAUSAL, DECODER, text),
-    Stock("olmo2", CAUSAL, DECODER, text),
     Stock("cohere", CAUSAL, DECODER, text),
     Stock("gpt2", CAUSAL, ("transformer.h",), masked, GPT),
     Stock("gpt_neox", CAUSAL, ("gpt_neox.layers",), text),
-    Stock("gptj", CAUSAL, ("transformer.h",), text, GPT | {"rotary_dim": 4}),
     Stock("falcon", CAUSAL, ("transformer.h",), text),
     # experts
     Stock("mixtral", CAUSAL, DECODER, text, EXPERTS),
     Stock("qwen3_moe", CAUSAL, DECODER, text, EXPERTS | {"head_dim": 8}),
-    Stock("qwen2_moe", CAUSAL, DECODER, text, EXPERTS | {"shared_expert_intermediate_size": 32}),
-    Stock("olmoe", CAUSAL, DECODER, text, EXPERTS),
     Stock("gpt_oss", CAUSAL, DECODER, text, EXPERTS | {"head_dim": 8}),
     # state space and recurrent
     Stock("mamba", CAUSAL, ("backbone.layers",), tokens, {"state_size": 4}),
@@ -185,7 +171,6 @@ STOCK = [
     Stock("gemma3n_text", CAUSAL, DECODER, text, GEMMA_3N),
     # encoders
     Stock("bert", MASKED, ("bert.encoder.layer",), masked),
-    Stock("electra", MASKED, ("electra.encoder.layer",), masked, {"embedding_size": 32}),
     Stock("modernbert", MASKED, ("model.layers",), masked),
     Stock(
         "albert", MASKED, ("albert.encoder.albert_layer_groups",), masked, {"embedding_size": 16}
@@ -200,7 +185,6 @@ STOCK = [
     Stock("clip", "AutoModel", (), image_and_text, CLIP),
     # audio
     Stock("wav2vec2", SOUND, ("wav2vec2.encoder.layers",), sound, CONVOLUTIONS),
-    Stock("hubert", SOUND, ("hubert.encoder.layers",), sound, CONVOLUTIONS),
     Stock("whisper", SPEECH, BOTH, spectrum, WHISPER, every_bit=False),
 ]
 BY_NAME = {stock.name: stock for stock in STOCK}

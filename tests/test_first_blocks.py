@@ -1,11 +1,7 @@
 """The first code block of each page runs as it stands, with a small model in its place.
 
-So do the later block of ``load``, and what a page has our command do. One process, on the CPU, in
-an empty folder. A block can import what its page says that a project needs: the package
-``overlap_recipes``, or the files of the page's own folder if it imports its own. It finds in its
-namespace what its page leaves to the reader: a model, an optimizer, data, a step. What needs a GPU
-is replaced by ``INSTEAD``; nothing else of a block is changed. A page that includes a function of
-its own file in place of a block has run it: the recipe's proof calls it.
+In an empty folder, on the CPU. A block can import the package or the files of its page's folder,
+and finds what its page leaves to the reader. What needs a GPU is replaced by ``INSTEAD``.
 """
 
 import ast
@@ -104,13 +100,6 @@ def module_of(page: Path) -> ModuleType:
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
-
-
-def test_every_block_that_runs_elsewhere_is_there() -> None:
-    for name, test in ELSEWHERE.items():
-        (page,) = SOURCE.glob(f"*/{name}.py")
-        assert first_block(page), f"{name} has no block any more"
-        assert f'"{name}"' in (SOURCE.parent / test).read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@
     python tools/stress_saves.py --ways overlapped --saves 20 --model llama-1b --layers 4 \\
         --tokens 8192 --behind 1 --dir /dev/shm
 
-Between saves the loop reads scalars, pauses for random times, clips, follows a schedule, keeps an
-average of the weights, swaps it in for an evaluation, and at times loads an earlier checkpoint into
-the running job. The head is tied to the embedding; the projections of attention are frozen and have
-low-rank adapters; two optimizers share the rest. Every checkpoint is loaded back and compared with
-clones made at its save, bit by bit. Host memory must not grow. Prints a line for each way.
+Between saves the loop reads scalars, pauses, clips, follows a schedule, swaps in an average of the
+weights, and at times loads an earlier checkpoint. Head and embedding are tied, attention has
+adapters, two optimizers share the rest. Every bit is compared; host memory must not grow.
 """
 
 import argparse
@@ -35,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful  # noqa: E402
 
 from benchmarks.workloads import LARGEST_NORM, llama, rising_rate, shard  # noqa: E402
+from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
 
 RANK_OF_ADAPTERS = 4
 AVERAGE = 0.01  # share of the new weights
@@ -139,8 +138,8 @@ class Way:
 
     def __init__(self, name: str, root: Path, job: Job) -> None:
         self.root, self.job = root, job
-        if name in ("overlapped", "overlapped_writer"):
-            self.saves = overlapped(name, job)
+        if name == "overlapped":
+            self.saves = Saves(job.device, list(job.model.buffers()))
             self.before_change: Callable[[], None] = self.saves.before_update
         else:
             self.saves = of_recipe(name, root, job)
@@ -149,7 +148,7 @@ class Way:
 
     def save(self) -> Path:
         directory = self.root / f"step{self.job.step}"
-        if self.name in ("overlapped", "overlapped_writer"):
+        if self.name == "overlapped":
             self.saves.save({"app": self.job}, directory)
         else:
             self.saves.save(self.job.step, {"app": self.job.state_dict()})
@@ -170,14 +169,6 @@ def of_recipe(name: str, root: Path, job: Job) -> object:
 
         stager = OverlappedStager(job.device, job.model.buffers)
     return AsyncCheckpoints(root, stager, NamedWhenComplete, SameOnAllRanks())
-
-
-def overlapped(name: str, job: Job) -> object:
-    if name == "overlapped_writer":
-        from overlap_recipes.checkpoint.saves import Saves as Saves
-    else:
-        from overlap_recipes.checkpoint.saves import Saves as Saves
-    return Saves(job.device, list(job.model.buffers()))
 
 
 def map_tensors(tree: object, function: Callable[[torch.Tensor], object]) -> object:

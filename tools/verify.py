@@ -2,14 +2,9 @@
 
     python tools/verify.py [--ranks 1 2 4] [--go-on]    # make verify
 
-Torch and the standard library are enough. The saves run behind queued work
-(``queue_work`` of ``tests/controls/gates.py``), which no CPU can imitate: a copy that is not
-ordered after the optimizer step takes the weights of the step before. Controls of that order must
-be caught.
-
-As many recipes run side by side as there are cores for, on the same accelerators. One that judges
-by time, whether its copies hide behind its kernels, say, then judges its neighbours too. So a
-recipe that failed beside others is run once more by itself, and what that run says counts.
+The saves run behind queued work, which no CPU can imitate: a copy that is not ordered after the
+optimizer step takes the weights of the step before. Recipes run side by side; one that failed
+beside others is run once more by itself, and what that run says counts.
 """
 
 import argparse

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -15,17 +14,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.state import (
     TrainingState,
-    differing_names,
     frozen,
-    shared_digests,
 )
 
-
-@pytest.fixture(autouse=True)
-def rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Kept:
@@ -134,21 +126,6 @@ def test_a_part_stays_as_it_is_if_it_is_named(tmp_path: Path) -> None:
     assert len(other.optimizers[0].state) == 2
 
 
-def test_moments_made_of_tensors_stay_as_they_are_if_their_parameter_is_skipped(
-    tmp_path: Path,
-) -> None:
-    saved(tmp_path, layers())
-    model = layers(1)
-    body = torch.optim.AdamW(model[0].parameters())
-    head = torch.optim.AdamW(model[2].parameters())
-    for weight in model[2].parameters():
-        moment = TwoTensor(torch.ones_like(weight), torch.zeros_like(weight))
-        head.state[weight] = {"step": torch.tensor(1.0), "exp_avg": moment}
-    load({"app": TrainingState(model, body, head)}, tmp_path, skip=["2"])
-    for weight in model[2].parameters():
-        assert isinstance(head.state[weight]["exp_avg"], TwoTensor)
-
-
 def test_a_name_that_is_nowhere_is_told(tmp_path: Path) -> None:
     saved(tmp_path, layers())
     lines = refusal(fresh(layers()), tmp_path, skip=["haed"])
@@ -248,13 +225,6 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     assert drawn() == expected
 
 
-def test_several_schedulers_come_as_a_list(tmp_path: Path) -> None:
-    saved(tmp_path, layers(), scheduler=[Kept({"n": 1}), Kept({"n": 2})])
-    its = [Kept({"n": 0}), Kept({"n": 0})]
-    load({"app": fresh(layers(), scheduler=its)}, tmp_path)
-    assert [each.state for each in its] == [{"n": 1}, {"n": 2}]
-
-
 class Resharding(Kept):
     def load_state_dicts(self, states: list[dict]) -> None:
         self.state = {"of": states}
@@ -289,55 +259,6 @@ def test_another_number_of_ranks_is_refused_unless_a_loader_reshards(
     skipping = fresh(layers(), per_rank={"data": Kept({"own": 1})})
     load({"app": skipping}, tmp_path, skip=["data"])
     assert skipping.per_rank["data"].state == {"own": 1}
-
-
-def test_equal_shares_have_equal_digests_and_others_are_named() -> None:
-    def digests(**items: object) -> dict[str, str]:
-        model = layers()
-        job = TrainingState(model, **{name: Kept(state) for name, state in items.items()})
-        return shared_digests({"app": job.state_dict()})
-
-    one = digests(a={"n": [1, 2.5, "x"], "t": torch.zeros(1)}, b={"k": {1, 2}})
-    other = digests(a={"t": torch.ones(1), "n": [1, 2.5, "x"]}, b={"k": {2, 1}})
-    assert differing_names([one, other]) == []
-    third = digests(a={"n": [1, 2.5, "y"], "t": torch.zeros(1)}, b={"k": {1, 2}})
-    assert differing_names([one, third]) == ["app.a"]
-
-
-def test_the_loss_that_an_optimizer_keeps_may_be_that_of_each_rank() -> None:
-    of_ranks = []
-    for own in (0, 1):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.LBFGS(model.parameters())
-
-        def loss(model=model, optimizer=optimizer, own=own) -> torch.Tensor:
-            optimizer.zero_grad()
-            found = model(torch.ones(4)).square().sum() + own
-            found.backward()
-            return found
-
-        optimizer.step(loss)
-        of_ranks.append(shared_digests({"app": TrainingState(model, optimizer).state_dict()}))
-    assert differing_names(of_ranks) == []
-
-
-class PlainState(torch.optim.SGD):
-    """Cannot step without gradients."""
-
-    def step(self, closure: Callable | None = None) -> None:
-        raise RuntimeError("no step without a closure")
-
-
-def test_an_optimizer_that_cannot_step_at_zero_is_saved_before_its_first_step(
-    tmp_path: Path,
-) -> None:
-    model = layers()
-    job = TrainingState(model, PlainState(model.parameters(), lr=0.1))
-    dcp.save({"app": job}, checkpoint_id=tmp_path)
-    other = layers(1)
-    load({"app": TrainingState(other, PlainState(other.parameters(), lr=0.2))}, tmp_path)
-    assert torch.equal(other[0].weight, model[0].weight)
 
 
 class Counting(torch.optim.SGD):

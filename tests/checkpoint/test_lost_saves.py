@@ -7,12 +7,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from selection import with_library
 from torch import nn
@@ -20,7 +18,6 @@ from torch import nn
 from overlap_recipes.checkpoint import CheckpointManager, TrainingState, load
 from overlap_recipes.checkpoint.preemption import Preemption
 from overlap_recipes.checkpoint.stores.store import steps_of
-from overlap_recipes.checkpoint.talk import Talk
 
 GRACE_S = 3600
 
@@ -103,25 +100,6 @@ def test_a_handler_of_the_users_own_between_two_managers_comes_back(tmp_path: Pa
         with manager(tmp_path, 1):
             pass
     assert signal.getsignal(signal.SIGTERM) is own
-
-
-@pytest.mark.parametrize(("minutes", "due"), [(1, 10), (120, 120)])
-def test_ranks_wait_for_each_other_as_long_as_their_group_does(
-    tmp_path: Path, minutes: int, due: int
-) -> None:
-    given = timedelta(minutes=minutes)
-    wait = timedelta(minutes=due)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=given)
-    try:
-        talk = Talk()
-        assert talk.deadline == wait
-        with CheckpointManager(tmp_path, job()) as own:
-            groups = [talk.group, own.preemption.votes, own.preemption.peers]
-            for group in groups:
-                host = group._get_backend(torch.device("cpu"))
-                assert host.options._timeout == wait
-    finally:
-        dist.destroy_process_group()
 
 
 STRICT = """

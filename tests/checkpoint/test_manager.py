@@ -2,16 +2,13 @@
 
 import errno
 import fcntl
-import logging
 import os
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +22,7 @@ from overlap_recipes.checkpoint import (
     CheckpointManager,
     TrainingState,
 )
-from overlap_recipes.checkpoint.state.trained import Trained
-from overlap_recipes.checkpoint.stores.store import name_of, step_of
+from overlap_recipes.checkpoint.stores.store import name_of
 from overlap_recipes.checkpoint.writing import Writing
 from rankproof.run import run as run_ranks
 
@@ -93,19 +89,6 @@ def test_the_pointer_names_what_is_there_behind_a_rollback_or_damage(tmp_path: P
     pointer.unlink()
     run(Job(), tmp_path, steps=2)
     assert pointer.read_text() == "step2"
-
-
-def test_a_run_that_would_collide_with_an_older_one_is_told_at_its_first_save(
-    tmp_path: Path,
-) -> None:
-    root = tmp_path / "run"
-    run(Job(), root, steps=3)
-    job = Job()
-    with CheckpointManager(root, job.state) as checkpoints:
-        job.step()
-        with pytest.raises(RuntimeError, match=r"step 3 is below .*call resume\(\)"):
-            checkpoints.save(1)
-        assert checkpoints.store.steps()[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -192,14 +175,6 @@ def test_a_file_system_without_locks_is_not_told_as_another_job(
         pass
 
 
-def test_a_call_outside_the_block_is_refused(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path, Job().state, grace_s=None)
-    with pytest.raises(RuntimeError, match="inside its `with"):
-        checkpoints.save(1)
-    with pytest.raises(RuntimeError, match="inside its `with"):
-        checkpoints.resume()
-
-
 @pytest.mark.parametrize(
     ("root", "settings", "message"),
     [
@@ -251,15 +226,6 @@ def test_ranks_without_a_process_group_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("world_size", ["1", ""])
-def test_one_rank_needs_no_process_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    run(Job(), tmp_path, 1)
-    assert names(tmp_path) == ["step1"]
-
-
 def in_fsdp1(module: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(module, device_id=CPU, use_orig_params=True)
 
@@ -286,29 +252,6 @@ def test_wrappers_that_torch_could_not_load_in_this_order_are_refused(
         CheckpointManager(tmp_path, state)
 
 
-def test_a_compiled_model_in_fsdp1_is_refused_by_itself(tmp_path: Path, one_rank: None) -> None:
-    model = in_fsdp1(compiled(nn.Linear(2, 2)))
-    state = TrainingState(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(TypeError, match=r"^the model is FullyShardedDataParallel around torch\."):
-        CheckpointManager(tmp_path, state)
-
-
-def test_fsdp1_is_saved_without_gathering_the_model(
-    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = []
-    monkeypatch.setattr(Trained, "read_states", lambda *asked: read.append(asked))
-    model = in_fsdp1(nn.Linear(2, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with CheckpointManager(tmp_path, TrainingState(model, optimizer)) as checkpoints:
-        for step in range(1, 4):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            checkpoints.save(step)
-    assert read == []
-
-
 def test_wrappers_in_an_order_that_torch_can_load_are_resumed(
     tmp_path: Path, one_rank: None
 ) -> None:
@@ -327,32 +270,6 @@ def test_wrappers_in_an_order_that_torch_can_load_are_resumed(
             weights.append(next(model.parameters()).detach().clone())
             checkpoints.save(steps)
     assert torch.equal(weights[1], weights[2])
-
-
-def test_a_compiled_model_is_saved_and_resumed_as_an_eager_one(tmp_path: Path) -> None:
-    job = Job()
-    plain = job.model
-    job.model = torch.compile(plain, backend="eager")
-    job.state = TrainingState(job.model, job.optimizer, scheduler=job.scheduler)
-    run(job, tmp_path, steps=2)
-    again = Job(seed=1)
-    with CheckpointManager(tmp_path, again.state) as checkpoints:
-        assert checkpoints.resume() == 2
-    for name, weight in plain.state_dict().items():
-        assert torch.equal(again.model.state_dict()[name], weight)
-
-
-def test_one_line_is_logged_for_each_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="overlap_recipes"):
-        run(Job(), tmp_path, steps=2)
-    lines = [r.getMessage() for r in caplog.records if "written in" in r.getMessage()]
-    assert len(lines) == 2
-    assert "step2" in lines[1] and "the call took" in lines[1]
-
-
-def test_names_and_steps_are_each_others_inverse() -> None:
-    for step in (0, 1, 9, 10, 123456789):
-        assert step_of(name_of(step)) == step
 
 
 def test_ranks_save_resume_and_fail_as_one() -> None:
@@ -464,49 +381,6 @@ def test_a_scheduler_that_was_not_given_is_warned_of(
         optimizer.step()
         checkpoints.save(1)
     assert (f"{SCHEDULER} SGD" in caplog.text) == (given == "none")
-
-
-@pytest.mark.parametrize("leave", [SystemExit(85), ValueError("of the loop")])
-def test_a_save_that_has_not_begun_when_the_block_is_left_is_finished(
-    tmp_path: Path, leave: BaseException
-) -> None:
-    """By ``sys.exit(checkpoints.exit_code)`` in the loop the job left without its save."""
-    job = Job()
-    is_left = threading.Event()
-    with pytest.raises(type(leave)), CheckpointManager(tmp_path, job.state) as checkpoints:
-        writing = checkpoints.saves.writing
-        begin, end, wait = writing.begin, writing.end, checkpoints.wait
-
-        def held_back(*args: object) -> object:
-            assert is_left.wait(30)
-            return begin(*args)
-
-        def end_too(timeout: float | None) -> bool:
-            is_left.set()
-            return end(timeout)
-
-        def wait_too() -> None:
-            is_left.set()
-            wait()
-
-        writing.begin, writing.end, checkpoints.wait = held_back, end_too, wait_too
-        job.step()
-        checkpoints.save(1)
-        raise leave
-    assert names(tmp_path) == ["step1"]
-
-
-def test_a_forked_process_ends_without_the_save_of_the_one_that_entered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with CheckpointManager(tmp_path, Job().state) as checkpoints:
-        checkpoints.latest = under_way = mock.Mock()
-        under_way.done.return_value = False
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "getpid", lambda: 0)
-            checkpoints.end_at_exit()
-        under_way.result.assert_not_called()
-        checkpoints.latest = None
 
 
 def test_a_forked_process_can_neither_save_nor_end_the_block(tmp_path: Path) -> None:

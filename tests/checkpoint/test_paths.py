@@ -1,21 +1,14 @@
 """Paths as users give them: strings, relative ones, and a device that is a string."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from kept_saves import KeptSaves, newest_step, resume, steps_in
 
 from overlap_recipes.checkpoint import Saves, TrainingState
 
-
-@pytest.fixture(autouse=True)
-def rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def build(step: int) -> TrainingState:

@@ -107,25 +107,6 @@ def test_a_loop_without_optimizers_is_asked_at_each_call(leaving: Preemption) ->
         assert leaving.agreed()
 
 
-def test_a_handler_that_python_does_not_know_is_no_obstacle(monkeypatch) -> None:
-    """A library has installed it: ``signal.signal`` returns None, and does not take None."""
-    install = signal.signal
-
-    def unknown_before(number: int, handler: object) -> None:
-        install(number, handler)
-
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(signal, "signal", unknown_before)
-            leaving = Preemption(grace_s=60)
-        with leaving:
-            assert not leaving.agreed()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @pytest.mark.parametrize(
     ("grace_s", "told"),
     [
@@ -142,14 +123,6 @@ def test_a_grace_without_a_meaning_is_refused(grace_s: object, told: str) -> Non
     """As a deadline it would end the job at once, or its thread would die of it unheard."""
     with pytest.raises(ValueError, match=told):
         Preemption(grace_s)
-
-
-def test_a_grace_without_an_end_never_ends_the_process() -> None:
-    leaving = Preemption(None)
-    with ThreadPoolExecutor(1) as pool:
-        deadline = pool.submit(leaving.watch, float("inf"))
-        leaving.left.set()
-        deadline.result()
 
 
 def test_a_block_on_another_thread_is_refused_where_a_signal_is_handled(leaving) -> None:

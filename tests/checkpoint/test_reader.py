@@ -1,21 +1,17 @@
 """What the reader loads is what was saved, however it lies; what is damaged is refused by name."""
 
-import gzip
-import io
 import math
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kept_saves import KeptSaves
-from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.testing._internal.two_tensor import TwoTensor
@@ -29,14 +25,10 @@ from rankproof.run import run
 DATA = Path(__file__).parents[1] / "data"
 STOCK = sorted((DATA / "golden_stock").iterdir())
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture(autouse=True)
-def rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -132,41 +124,6 @@ def test_two_inner_tensors_come_back_or_their_name_is_said(tmp_path: Path) -> No
     assert own.read_bytes == 12
 
 
-class Deflated(StreamTransformExtension):
-    """Stands for DCP's zstd, which needs a package."""
-
-    @staticmethod
-    def registry_name() -> str:
-        return "stream.deflated"
-
-    @staticmethod
-    def from_descriptor(version: str) -> "Deflated":
-        return Deflated()
-
-    def get_descriptor(self) -> str:
-        return "stream.deflated/1"
-
-    def transform_to(self, output: io.IOBase) -> io.IOBase:
-        return gzip.GzipFile(fileobj=output, mode="wb")
-
-    def transform_from(self, input: io.IOBase) -> io.IOBase:
-        return gzip.GzipFile(fileobj=input)
-
-
-def test_compressed_entries_are_read_as_dcp_does(tmp_path: Path) -> None:
-    state = {"x": torch.randn(300), "o": {"n": 3}}
-    writer = dcp.FileSystemWriter(tmp_path, _extensions=[Deflated()])
-    dcp.save(state, storage_writer=writer)
-    targets = {"x": torch.zeros(300), "o": {"n": 0}}
-    with pytest.raises(CheckpointException, match="stream.deflated"):
-        loaded(tmp_path, targets)
-    own = Reader(tmp_path)
-    own.transforms.extension_registry.register(Deflated)
-    dcp.load(targets, storage_reader=own)
-    assert torch.equal(targets["x"], state["x"]) and targets["o"] == {"n": 3}
-    assert own.read_bytes == 0 and own.other_bytes > 0
-
-
 def test_no_object_of_data_pkl_is_made() -> None:
     made = []
 
@@ -247,16 +204,6 @@ def test_a_file_that_is_cut_names_the_tensor_and_itself(tmp_path: Path) -> None:
     assert file.name in said and "second" in said
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``preadv`` gives nothing: no thread tries for ever."""
-    dcp.save({"x": torch.ones(5000)}, checkpoint_id=tmp_path)
-    monkeypatch.setattr(os, "preadv", lambda *call: 0)
-    said = str(damage_said(tmp_path, {"x": torch.zeros(5000)}))
-    assert "__0_0.distcp ends at byte" in said and "within x" in said
-
-
 def test_a_storage_that_stalls_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dcp.save({"x": torch.ones(5000)}, checkpoint_id=tmp_path)
     gate = threading.Event()
@@ -329,22 +276,6 @@ def test_contents_that_this_torch_cannot_read_are_not_taken_for_damaged(tmp_path
     with pytest.raises(RuntimeError, match="metadata cannot be read") as raised:
         Reader(tmp_path).read_metadata()
     assert not isinstance(raised.value, DamagedCheckpoint)
-
-
-def test_a_part_is_checked_without_the_rest(tmp_path: Path) -> None:
-    """A damaged tensor that nobody wants costs nothing, one that is wanted is refused."""
-    big = torch.arange(4 * BLOCK // 4, dtype=torch.float32)
-    directory = saved(tmp_path / "step1", {"a": big, "b": big + 1})
-    (info_a,) = [
-        info
-        for index, info in Reader(directory).read_metadata().storage_data.items()
-        if index.fqn == "a"
-    ]
-    flip(directory / info_a.relative_path, info_a.offset + 2 * BLOCK)
-    b = torch.zeros_like(big)
-    loaded(directory, {"b": b})
-    assert torch.equal(b, big + 1)
-    assert info_a.relative_path in str(damage_said(directory, {"a": torch.zeros_like(big)}))
 
 
 def test_what_says_where_rows_lie_is_checked_though_the_rows_lie_in_other_blocks(
@@ -423,11 +354,57 @@ def test_host_memory_above_the_model_is_the_rings(tmp_path: Path) -> None:
     assert ring / 2 < above < ring + (16 << 20), (above, ring)
 
 
-def test_states_by_chance_load_as_with_dcp() -> None:
-    report = run(DATA / "fuzz_loads.py", 3, launcher="warm", args=("12", "1"), deadline_s=200)
-    assert report.ok, report.describe()
-
-
 def test_hsdp_and_tensor_parallel_load_under_each_other() -> None:
     report = run(DATA / "load_meshes.py", 4, launcher="warm", deadline_s=200)
     assert report.ok, report.describe()
+
+
+class Streams:
+    """Plays the streams of a device, and notes in order what waits for what."""
+
+    class Stream:
+        def __init__(self, notes: list[str], name: str) -> None:
+            self.notes = notes
+            self.name = name
+
+        def wait_stream(self, other: "Streams.Stream") -> None:
+            self.notes.append(f"{self.name} waits for {other.name}")
+
+    class Event:
+        def record(self, stream: object) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.current = self.Stream(self.notes, "training")
+
+    def current_stream(self, device: object = None) -> Stream:
+        return self.current
+
+    def make(self, device: object = None) -> Stream:
+        return Streams.Stream(self.notes, "copies")
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        self.notes.append(f"on {stream.name}")
+        yield
+
+
+def test_copies_wait_for_the_targets_and_the_loop_for_the_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({"x": torch.ones(9)}, checkpoint_id=tmp_path)
+    streams = Streams()
+
+    class Module:
+        Stream = streams.make
+        Event = Streams.Event
+        current_stream = streams.current_stream
+        stream = streams.stream
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: Module)
+    loaded(tmp_path, {"x": torch.zeros(9)})
+    notes = streams.notes
+    assert notes[: notes.index("on copies")] == ["copies waits for training"]
+    assert notes[-1] == "training waits for copies"

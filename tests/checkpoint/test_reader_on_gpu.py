@@ -1,8 +1,4 @@
-"""The reader on a CUDA device: what was queued before a load does not overwrite what it loads.
-
-A kernel is held on the stream that has made the targets, behind it they are filled, and the copies
-of the load are queued meanwhile.
-"""
+"""The reader on a CUDA device: what was queued before a load does not overwrite what it loads."""
 
 from pathlib import Path
 from types import ModuleType

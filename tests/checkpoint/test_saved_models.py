@@ -1,7 +1,4 @@
-"""Stock models with stock optimizers, killed in a save: what is resumed has the bits of before.
-
-Three of the table are in every run, all of it with ``--all-models``.
-"""
+"""Stock models with stock optimizers, killed in a save: what is resumed has the bits of before."""
 
 import re
 import subprocess

@@ -1,6 +1,5 @@
 """`Saves` survives what training jobs do; one run on one rank, one on two."""
 
-import ctypes
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import troubles
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from overlap_recipes.checkpoint import copies as copies_module
 from overlap_recipes.checkpoint import saves as saves_module
-from overlap_recipes.checkpoint.copies import Copies, CopyPlan, PinnedArena
+from overlap_recipes.checkpoint.copies import Copies
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState, is_staged, read
 from overlap_recipes.checkpoint.stores.directory import Folder
@@ -88,48 +85,6 @@ def test_memory_that_is_read_in_another_way_is_noticed(tmp_path, otherwise) -> N
         saves.save({"x": x}, tmp_path / "after")
     found = loaded(tmp_path / "after", {"x": torch.zeros_like(x.resolve_conj().resolve_neg())})["x"]
     assert torch.equal(found, x)
-
-
-def test_memory_that_was_freed_under_a_plan_is_noticed_though_its_address_returns() -> None:
-    """The plan would copy from the storage that was freed: a crash."""
-    x = torch.ones(1000)
-    plan = CopyPlan([x], CPU)
-    address, storage = x.data_ptr(), x.untyped_storage()
-    x.data = torch.frombuffer((ctypes.c_char * 4000).from_address(address), dtype=torch.float32)
-    assert x.data_ptr() == address and storage.data_ptr() == address
-    assert not plan.fits([x]) and not plan.fits([x.detach()])
-
-
-def test_another_placement_over_the_same_memory_is_noticed() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        x, y = (DTensor.from_local(torch.ones(4), mesh, [p]) for p in (Shard(0), Replicate()))
-        plan = CopyPlan([x], CPU)
-        assert plan.fits([x]) and plan.fits([x.detach()])
-        x._spec = y._spec
-        assert not plan.fits([x])
-    finally:
-        dist.destroy_process_group()
-
-
-def test_what_lies_on_another_device_is_copied_at_the_save() -> None:
-    """Behind a gap it would wait for the device: an optimizer's steps on the CPU, say."""
-    device = torch.device("meta")
-    sizes = 3, copies_module._SMALL, 5
-    on_host = [torch.full((size,), float(size)) for size in sizes]
-    on_host.append(torch.arange(6.0).view(2, 3).t())
-    tensors = [torch.empty(size, device=device) for size in sizes]
-    tensors.append(torch.empty(4, 4, device=device).t())
-    plan = CopyPlan(tensors + on_host, device)
-    arena = PinnedArena(plan.nbytes, CPU)
-    copies, hosts = plan.copies(arena), plan.hosts(arena)
-    for host, shard in copies.elsewhere:
-        host.copy_(shard)
-    assert all(map(torch.equal, hosts[len(tensors) :], on_host))
-    beside = [source for row in copies.in_place + copies.from_copies for _, source in row]
-    taken = [shard for _, shard in plan.snapshots] + plan.small + [plan.pack]
-    assert {x.device for x in beside + taken} == {device}
 
 
 class Mine(torch.nn.Parameter): ...
@@ -235,21 +190,6 @@ def test_a_write_that_is_left_behind_is_told(tmp_path, monkeypatch, caplog) -> N
     go.set()
 
 
-def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
-    """A read waits for what lies between two gaps; GPU tests show that it waits for no more."""
-    piece = 4 << 20
-    monkeypatch.setattr(copies_module, "PIECE", piece)
-    sizes = [2 * piece + 5, 10 * piece // 16, 6 * piece // 16, 1, piece // 2]
-    tensors = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
-    plan = CopyPlan(tensors, CPU, tensors[-1:])
-    arena = PinnedArena(plan.nbytes, CPU)
-    copies = plan.copies(arena)
-    rows = copies.in_place + copies.from_copies
-    in_a_row = [sum(source.nbytes for _, source in row) for row in rows]
-    assert max(in_a_row) == piece and sum(in_a_row) == sum(sizes)
-    assert len(rows) < 8, "copies that fit into one piece share it"
-
-
 def test_copies_that_cannot_be_queued_cost_that_save_alone(tmp_path, monkeypatch) -> None:
     def refused(*_) -> None:
         monkeypatch.undo()
@@ -268,33 +208,6 @@ def test_copies_that_cannot_be_queued_cost_that_save_alone(tmp_path, monkeypatch
         with pytest.raises(RuntimeError, match="no room to launch"):
             saves.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step2"]
-
-
-def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, monkeypatch) -> None:
-    """Uncounted, this rank's later saves would join those that the other ranks began before."""
-
-    go, write = threading.Event(), FileWriter.write
-
-    def held(self, *args) -> None:
-        assert go.wait(30)
-        write(self, *args)
-
-    def interrupted(uploads) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(FileWriter, "write", held)
-    with Saves(CPU) as saves:
-        saves.save({"x": torch.ones(2)}, tmp_path / "step1")
-        monkeypatch.setattr(saves_module, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            saves.save({"x": torch.ones(2)}, tmp_path / "step2")
-        assert saves.calls == 2
-        go.set()
-        with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
-            saves.wait()
-        saves.save({"x": torch.ones(2)}, tmp_path / "step3")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step1", "step3"]
 
 
 def test_a_process_group_that_ends_before_the_block_hides_no_save(tmp_path) -> None:
@@ -359,9 +272,3 @@ def test_a_compiled_update_waits_for_each_save_anew(tmp_path) -> None:
             step()
             step()
             assert event == [False, False]
-
-
-def test_a_tensor_with_two_names_is_copied_once() -> None:
-    weight = torch.ones(1 << 20)
-    sizes = [CopyPlan(tensors, torch.device("cpu")).nbytes for tensors in ([weight], [weight] * 2)]
-    assert sizes[0] == sizes[1] >= weight.nbytes

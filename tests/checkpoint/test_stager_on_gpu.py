@@ -1,31 +1,26 @@
-"""The overlapped stager on a CUDA device: the saved step, its orderings, its copies, its memory.
+"""The overlapped stager on a CUDA device: the saved step, reads beside its copies, their stream.
 
-The orderings are broken by the edits in ``tests/controls/overlapped_stager.toml``, which the
-recorder of stream order catches on a CPU. Work is queued on the compute stream before each save,
-and no test waits for the device before it has saved: that would hide what is looked for.
+Work is queued on the compute stream before each save, and no test waits for the device before it
+has saved: that would hide what is looked for.
 """
 
 import importlib
 import json
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from selection import edited_module
+from selection import REPO
 
 from overlap_recipes.checkpoint import copies, saves
-from rankproof.recipe import load_recipe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "tests" / "proofs" / "overlapped_stager.py"
-TOYS = str(ROOT / "recipes_source" / "checkpoint")
 QUEUED_S = 1.0  # of work before a save; staging takes milliseconds
 MATRIX = 8192  # rows and columns
+TOYS = str(REPO / "recipes_source" / "checkpoint")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,24 +33,14 @@ def rank():
     sys.path.remove(TOYS)
 
 
-def load(tmp_path: Path, control: str | None = None):
-    """The library's module of saves, with a control's edit if one is named."""
-    if control is None:
-        return saves
-    edit = load_recipe(RECIPE, ROOT / "tests" / "controls").control(control)
-    module = f"checkpoint.{Path(edit.file).stem}"
-    edited = edited_module(tmp_path, module, edit.find, edit.replace)
-    return importlib.import_module(f"{edited.__name__.removesuffix(module)}checkpoint.saves")
-
-
 class Saver:
     """An application state and its saves."""
 
-    def __init__(self, module, root: Path) -> None:
+    def __init__(self, root: Path) -> None:
         self.basic, self.root = importlib.import_module("_toys"), root
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.app = self.basic.build_app(self.device)
-        self.saves = module.Saves(self.device, self.app.model.buffers())
+        self.saves = saves.Saves(self.device, self.app.model.buffers())
         self.saves.__enter__()
         self.uploads: list = []
         self.expected: dict[int, dict] = {}
@@ -101,15 +86,9 @@ class Saver:
 
 @pytest.fixture
 def saver(tmp_path):
-    savers = []
-
-    def make(control: str | None = None) -> Saver:
-        savers.append(Saver(load(tmp_path, control), tmp_path / str(control)))
-        return savers[-1]
-
-    yield make
-    for made in savers:
-        made.close()
+    made = Saver(tmp_path)
+    yield made
+    made.close()
 
 
 def saved_behind_work(saver: Saver) -> bool:
@@ -126,42 +105,7 @@ def saved_behind_work(saver: Saver) -> bool:
 
 
 def test_a_save_with_work_queued_holds_its_own_step(saver):
-    made = saver()
-    assert all(saved_behind_work(made) for _ in range(3))
-
-
-def test_without_the_wait_for_the_step_another_step_is_saved(saver):
-    assert not saved_behind_work(saver("copy_not_ordered_after_step"))
-
-
-def saved_while_another_is_written(saver: Saver) -> bool:
-    """Hold the first of two writes until training waits for it or has filled its buffer."""
-    release = threading.Event()
-    write = saver.saves.writer.write
-    name = f"step{saver.app.step + 1}"
-
-    def held(state: dict, target, *rest: object) -> None:
-        if Path(target.name).name == name:
-            release.wait()
-        write(state, target, *rest)
-
-    saver.saves.writer.write = held
-    for number in range(2):
-        if number == 1:
-            threading.Timer(0.5, release.set).start()
-        saver.step()
-        saver.save()
-    torch.cuda.synchronize()
-    saver.finish()
-    return saver.right(saver.app.step - 1)
-
-
-def test_the_buffer_is_kept_until_its_upload_ends(saver):
-    assert saved_while_another_is_written(saver())
-
-
-def test_a_buffer_used_again_too_early_is_detected(saver):
-    assert not saved_while_another_is_written(saver("no_back_pressure"))
+    assert all(saved_behind_work(saver) for _ in range(3))
 
 
 def test_a_read_in_mid_step_does_not_wait_for_the_copies(saver, monkeypatch):
@@ -187,16 +131,15 @@ def test_a_read_in_mid_step_does_not_wait_for_the_copies(saver, monkeypatch):
 
 
 def test_copies_are_pinned_and_beside_compute_on_another_stream(saver, tmp_path):
-    made = saver()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        made.queue_work(0.1)
-        made.step()
-        made.save()
-        made.queue_work(0.1)
-        made.step()
+        saver.queue_work(0.1)
+        saver.step()
+        saver.save()
+        saver.queue_work(0.1)
+        saver.step()
         torch.cuda.synchronize()
-    made.finish()
+    saver.finish()
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     copies = [

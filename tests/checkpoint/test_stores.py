@@ -9,9 +9,7 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -411,50 +409,3 @@ def test_a_kill_at_any_event_loses_nothing_that_was_durable(place: Place) -> Non
             assert not store.unfinished()
         came.add(chosen)
     assert came == {0, 1, 2, 3}, came
-
-
-# -- how often a store is asked
-
-
-class Asked:
-    """Counts the calls of a store's file system, each a request in an object store."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        kind = type(store_of("file:///tmp").fs)
-        for name in ("ls", "find", "cat_file", "pipe_file", "rm", "rm_file", "exists", "cp_file"):
-            monkeypatch.setattr(kind, name, self.counting(name, getattr(kind, name)))
-        self.inside = threading.local()  # of another call
-
-    def counting(self, name: str, call: Callable) -> Callable:
-        def counted(fs: object, *arguments: object, **named: object) -> object:
-            if getattr(self.inside, "now", False):
-                return call(fs, *arguments, **named)
-            self.calls.append(name)
-            self.inside.now = True
-            try:
-                return call(fs, *arguments, **named)
-            finally:
-                self.inside.now = False
-
-        return counted
-
-
-def test_a_save_and_a_load_ask_a_store_no_more_than_they_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests come in turn, and each takes a store's answer time."""
-    place = Place("store", tmp_path / "root")
-    with place.saves(keep_last=2) as saves:
-        for step in (1, 2):
-            saves.save(state_of(step), step).result()
-        asked = Asked(monkeypatch)
-        saves.save(state_of(3), 3).result()
-    of_save = Counter(asked.calls)
-    assert of_save["ls"] == 3, of_save  # what is there; whose the root is; what goes
-    assert of_save["find"] == 3, of_save  # the three are whole
-    assert of_save["pipe_file"] == 1 and of_save["rm"] + of_save["rm_file"] == 2, of_save
-    asked.calls.clear()
-    assert place.resumed() == 3
-    of_load = Counter(asked.calls)
-    assert of_load["ls"] == 1 and of_load["find"] == 1, of_load

@@ -15,13 +15,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from rankproof.gates import hold_write
 from rankproof.imports import DCP, after_import, around
-from rankproof.ledger import EXCEPTION, GATE_KEY, Ledger, Save
+from rankproof.ledger import EXCEPTION, Ledger, Save
 
 QUEUED_S = 1.0
 QUEUED_FLOP_PER_S = 600e12  # bf16 products of a large GPU; on a smaller one the queue is longer
@@ -34,48 +33,10 @@ COLLECTIVES = ("barrier", "broadcast", "all_reduce", "all_gather", "reduce_scatt
 COLLECTIVES += (*GATHERS, "reduce_scatter_single")
 
 
-class _Held:
-    """A value whose copy waits; it is copied first, so the whole staging copy waits with it."""
-
-    def __init__(self, event: threading.Event) -> None:
-        self.event = event
-
-    def __deepcopy__(self, memo: dict) -> str:
-        self.event.wait()
-        return "held"
-
-
-def hold_staging(ledger: Ledger) -> None:
-    """Hold an asynchronous staging copy until it is awaited, or an optimizer step is complete.
-
-    A recipe that does not wait before ``optimizer.step()`` has every tensor of its checkpoint
-    copied after the step; one that waits too late for a buffer has the buffer copied after forward.
-    """
-    pending: list[threading.Event] = []
-
-    def extra_state(save: Save) -> dict:
-        if save.kind != "async_save":
-            return {}
-        event = threading.Event()
-        pending.append(event)
-        save.listeners.append(lambda what: event.set() if what in ("staging", "upload") else None)
-        return {GATE_KEY: _Held(event)}
-
-    def after_step(*_) -> None:
-        for event in pending:
-            event.set()
-
-    ledger.extra_state = extra_state
-    ledger.on_save.append(lambda save: after_step())
-    register_optimizer_step_post_hook(after_step)
-
-
 def write_in_turn(ledger: Ledger) -> None:
     """``hold_write``, and a write that was held begins when all saves before it have ended.
 
-    Where two saves are in flight, which of them ends first decides what a script finds later. Here
-    it is always the earlier one. A writer that both share has the later one's path by then, so the
-    thread tells which save it writes.
+    A writer that two saves share has the later one's path by then, so the thread tells which it is.
     """
     of_thread = threading.local()
 
@@ -117,11 +78,7 @@ def finish_staging_first(ledger: Ledger) -> None:
 def queue_work(ledger: Ledger) -> None:
     """Queue about a second of work on the compute stream before each optimizer step but the first.
 
-    The step's kernels then run long after it has returned, as in training that does not wait. The
-    first step loads kernels, which synchronises; it is left alone.
-
-    Raises:
-        RuntimeError: there is no accelerator to queue work on.
+    The first step loads kernels, which synchronises; it is left alone.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:

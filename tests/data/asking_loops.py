@@ -1,8 +1,4 @@
-"""Loops that ask in other ways whether to leave; SIGTERM comes before each of their lines in turn.
-
-On several ranks the last one alone is struck. Whatever the line, a loop that leaves early must have
-saved the step that it leaves behind, the same on all ranks.
-"""
+"""Loops that ask in other ways whether to leave; SIGTERM comes before each of their lines."""
 
 import os
 import signal

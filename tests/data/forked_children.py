@@ -1,7 +1,4 @@
-"""Children forked under ``Preemption``: SIGTERM ends each at once, and the parent hears nothing.
-
-A loader's worker ends by its parent's SIGTERM alone.
-"""
+"""Children forked under ``Preemption``: SIGTERM ends each at once, and the parent hears nothing."""
 
 import multiprocessing
 import os
@@ -57,18 +54,6 @@ def forked_by_a_thread() -> None:
     assert not failures, failures[0].exc_value
 
 
-def struck_while_it_is_forked() -> None:
-    lock = FORK.Lock()
-    begun = FORK.Event()
-    child = FORK.Process(target=wait_for, args=(lock, begun))
-    with lock:
-        strikes_itself.append(True)
-        child.start()
-        strikes_itself.clear()
-        ends(child)
-    assert not begun.is_set(), "the signal came later than it should have"
-
-
 def forked_after_the_end() -> None:
     """Where the job has left its block, asked to, SIGTERM is ignored."""
     signal.raise_signal(signal.SIGTERM)
@@ -98,22 +83,12 @@ def gives_the_loop_its_batches() -> None:
     assert worker.exitcode == 0, f"exit code {worker.exitcode}: the loader would raise"
 
 
-strikes_itself: list[bool] = []
-
-
-def strike() -> None:
-    if strikes_itself:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 if __name__ == "__main__":
-    os.register_at_fork(after_in_child=strike)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     leaving = Preemption(GRACE_S)
     leaving.__enter__()
     waits_for_a_lock()
     forked_by_a_thread()
-    struck_while_it_is_forked()
     gives_the_loop_its_batches()
     assert not leaving.asked, "the parent took a child's signal for its own"
     forked_after_the_end()

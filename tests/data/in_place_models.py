@@ -1,7 +1,5 @@
 """The models of ``in_place_*.py``, sharded in every way, and how one is put in place."""
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,14 +17,13 @@ FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 NONE = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 PLAIN = MixedPrecisionPolicy()
-HALF = MixedPrecisionPolicy(torch.float16, torch.float16, torch.bfloat16)
 POLICIES = {"fp32": FP32, "bf16": BF16, "None": NONE, "plain": PLAIN}
 
 
 class Block(nn.Module):
     """Uneven rows over two ranks, and a vector."""
 
-    def __init__(self, adapter: torch.dtype | None = None) -> None:
+    def __init__(self, adapter: bool = False) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
@@ -34,15 +31,15 @@ class Block(nn.Module):
         if adapter:
             for p in self.parameters():
                 p.requires_grad_(False)
-            self.adapter = nn.Linear(WIDTH, WIDTH, bias=False, dtype=adapter)
+            self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return y if self.adapter is None else y + self.adapter(x.to(self.adapter.weight.dtype))
+        return y if self.adapter is None else y + self.adapter(x)
 
 
 class Model(nn.Module):
-    def __init__(self, tied: bool = False, adapter: torch.dtype | None = None) -> None:
+    def __init__(self, tied: bool = False, adapter: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(13, WIDTH)
@@ -94,84 +91,24 @@ class CalledTwice(Model):
         return self.output(self.norm(x)).float()
 
 
-class Complex(nn.Module):
-    """Complex weights: FSDP2 reduces them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        linear = partial(nn.Linear, WIDTH, WIDTH, bias=False, dtype=torch.complex64)
-        self.blocks = nn.ModuleList(linear() for _ in range(BLOCKS))
-        self.embed = nn.Embedding(13, WIDTH)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids).to(torch.complex64)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.pad(x.abs(), (0, 13 - WIDTH))
-
-
-class ReadsEmbedding(Model):
-    """The head reads the embedding's weights without sharing the parameter with a module."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.linear(
-            self.output(self.norm(x))[..., :WIDTH], self.embed.weight
-        ).float()
-
-
-def reads_embedding(policy):
-    model = ReadsEmbedding()
-    for unit in (*model.blocks, model.norm, model.output):
-        fully_shard(unit, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy, reshard_after_forward=True)
-
-
 def recomputed(policy, **how):
     model = shard(policy)
     model.recompute = how
     return model
 
 
-def compiled(policy, whole):
+def compiled(policy):
     model = Model()
-    if not whole:
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-    model = shard(policy, model=model)
-    if whole:
-        model.compile(backend="aot_eager")
-    return model
-
-
-def adapted(policy, dtype):
-    model = Model(adapter=dtype)
-    for p in (*model.embed.parameters(), *model.norm.parameters(), *model.output.parameters()):
-        p.requires_grad_(False)
-    if dtype != torch.float32:
-        for block in model.blocks:
-            block.norm.to(torch.float64)
-            block.norm.to(torch.float32)
-            block.up.to(torch.bfloat16), block.down.to(torch.bfloat16)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
     return shard(policy, model=model)
 
 
-def halved(policy):
-    model = Model()
-    for block in model.blocks:
-        fully_shard(block, mp_policy=HALF)
-    return fully_shard(model, mp_policy=policy)
-
-
-def ignoring(policy):
-    model = Model()
-    ignored = {model.blocks[0].norm.weight, model.norm.bias}
-    for p in ignored:
+def adapted(policy):
+    model = Model(adapter=True)
+    for p in (*model.embed.parameters(), *model.norm.parameters(), *model.output.parameters()):
         p.requires_grad_(False)
-    return shard(policy, model=model, ignored_params=ignored)
+    return shard(policy, model=model)
 
 
 def on_meta(policy):
@@ -196,20 +133,6 @@ def hybrid(policy):
         DEVICE.type, (hosts, ranks // hosts), mesh_dim_names=("replicate", "shard")
     )
     return shard(policy, mesh=mesh)
-
-
-def replicated(policy):
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh(DEVICE.type, (ranks, 1), mesh_dim_names=("replicate", "shard"))
-    return shard(policy, mesh=mesh)
-
-
-def one_kept(policy):
-    """The last block is full until its backward; the first one comes again behind it."""
-    model = shard(policy)
-    model.order = [*range(BLOCKS), 0]
-    model.blocks[-1].set_reshard_after_forward(False)
-    return model
 
 
 def tied(policy):

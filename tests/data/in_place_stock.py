@@ -1,7 +1,4 @@
-"""Train stock transformers models on stock FSDP2 and in place, two steps each; compare every bit.
-
-One of each kind; with ``all``, the whole of ``tests/stock_models.py``.
-"""
+"""Stock transformers models on stock FSDP2 and in place, two steps each: every bit is compared."""
 
 import sys
 import warnings

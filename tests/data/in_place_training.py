@@ -1,17 +1,10 @@
-"""Train many programs under stock FSDP2 and in place, and compare every bit.
-
-A program is a model, a loop that yields what must be equal, and the policies to train it under. One
-process a rank runs them all; see ``tests/fsdp2/test_sharding_in_place.py``. The modules beside this
-one, ``in_place_*.py``, have the models, and what else is tried: troubles, gradients of some ranks,
-stock models, several streams.
-"""
+"""Train many programs under stock FSDP2 and in place, and compare every bit."""
 
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,20 +22,13 @@ from in_place_models import (  # noqa: E402
     STEPS,
     WIDTH,
     CalledTwice,
-    Complex,
     adapted,
-    batch,
     compiled,
     evaluate,
-    halved,
     hybrid,
-    ignoring,
     loss_of,
     on_meta,
-    one_kept,
-    reads_embedding,
     recomputed,
-    replicated,
     shard,
     state,
     tied,
@@ -53,7 +39,6 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     set_model_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from overlap_recipes.fsdp2 import in_place_gather, in_place_reduce  # noqa: E402
 
@@ -97,11 +82,6 @@ def reduced_late(model, is_last):
 def all_reduced_late(model, is_last):
     """As HSDP accumulates: gradients go over the hosts with the last micro-batch alone."""
     model.set_requires_all_reduce(is_last)
-
-
-def some_units_reduced_late(model, is_last):
-    for block in model.blocks[::2]:
-        block.set_requires_gradient_sync(is_last)
 
 
 def kept_over_microbatches(model, is_last):
@@ -170,7 +150,15 @@ def by_apply(model):
     model._apply(lambda t: t * 0.75)
 
 
-CHANGES = (by_state_dict, by_set_state_dict, by_data_copy, by_local_fill, by_apply, by_broadcast)
+CHANGES = (
+    by_state_dict,
+    partial(by_state_dict, assign=True),
+    by_set_state_dict,
+    by_data_copy,
+    by_local_fill,
+    by_apply,
+    by_broadcast,
+)
 
 
 def changing(model, optimizer):
@@ -181,17 +169,6 @@ def changing(model, optimizer):
     yield from train(model, optimizer, 2, len(CHANGES))
 
 
-def no_backward(model, optimizer):
-    yield from train(model, optimizer, 1)
-    yield loss_of(model, 50).detach()
-    model.reshard()
-    by_local_fill(model)
-    yield loss_of(model, 51).detach()
-    model.reshard()
-    by_local_fill(model)
-    yield from train(model, optimizer, 1, 1)
-
-
 def encoder_alone(model, optimizer):
     for turn in range(STEPS):
         yield from train(model, optimizer, 1, turn)
@@ -199,15 +176,6 @@ def encoder_alone(model, optimizer):
             with torch.no_grad():
                 yield model.blocks[1](torch.ones(2, WIDTH, device=DEVICE))
             by_local_fill(model)
-
-
-def small_gradients(model, optimizer):
-    """Of a size at which float16 rounds coarsely."""
-    for turn in range(STEPS):
-        (loss_of(model, turn) / 4096).backward()
-        yield from [p.grad.to_local().clone() for p in model.shards]
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def in_backward(model, optimizer):
@@ -243,32 +211,6 @@ def begun_early(model, optimizer):
             with torch.no_grad():
                 yield model.blocks[1](torch.ones(2, WIDTH, device=DEVICE))
             begin_next(model)
-
-
-def begun_then_assigned(model, optimizer):
-    """Shards that no step has changed are exchanged behind the begun gathers."""
-    yield from train(model, optimizer, 1)
-    for turn in range(STEPS):
-        by_state_dict(model, assign=True)
-        yield evaluate(model, torch.no_grad, turn)
-        begin_next(model)
-        by_state_dict(model, assign=True)
-        yield evaluate(model, torch.no_grad, turn)
-        model._apply(lambda t: t * 0.75)
-        yield evaluate(model, torch.no_grad, turn)
-        begin_next(model)
-        model._apply(lambda t: t * 0.75)
-        yield evaluate(model, torch.no_grad, turn)
-
-
-def checkpointed_whole(model, optimizer):
-    """Recomputed in one piece, all units are full at the same time."""
-    for turn in range(STEPS):
-        ids = batch(turn)
-        logits = checkpoint(model, ids, use_reentrant=False)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
-        yield loss.detach()
-        update(loss, optimizer)
 
 
 def twice(model, optimizer):
@@ -347,68 +289,6 @@ def all_by_hand(model, optimizer):
         model.blocks[0].unshard(async_op=True)
 
 
-def full_before_a_graph(model, optimizer):
-    """A unit that was unsharded by hand runs in one graph, then alone in another."""
-    for turn in range(STEPS):
-        yield from train(model, optimizer, 1, turn)
-        model.blocks[0].unshard()
-        loss = loss_of(model, 20 + turn)
-        alone = model.blocks[0](torch.ones(2, WIDTH, device=DEVICE)).float().sum()
-        loss.backward()
-        alone.backward()
-        yield from [p.grad.to_local().clone() for p in model.shards]
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def raises_before_another(model, optimizer):
-    """Of two forwards the first one's backward raises; the second one's is stepped with."""
-    yield from train(model, optimizer, 1)
-
-    def fail(_):
-        raise MemoryError("of this test")
-
-    other = loss_of(model, 1)
-
-    def watch(block, inputs, output):
-        output.register_hook(fail)
-
-    hook = model.blocks[1].register_forward_hook(watch)
-    loss = loss_of(model, 2)
-    hook.remove()
-    with suppress(MemoryError):
-        loss.backward()
-    optimizer.zero_grad()
-    if hasattr(model, "reset_iter_state"):
-        model.reset_iter_state()
-        other.backward()
-        yield from [p.grad.to_local().clone() for p in model.shards]
-        optimizer.step()
-        optimizer.zero_grad()
-        yield from train(model, optimizer, 1, 3)
-
-
-def updated_in_forward(model, optimizer):
-    """The optimizer steps when the next forward is half way."""
-    yield from train(model, optimizer, 2)
-    model.blocks[1].register_forward_pre_hook(lambda *_: (optimizer.step(), None)[1])
-    for turn in range(2, 5):
-        loss = loss_of(model, turn)
-        yield loss.detach()
-        optimizer.zero_grad()
-        loss.backward()
-
-
-def changed_before_backward(model, optimizer):
-    for turn in range(STEPS):
-        loss = loss_of(model, turn)
-        yield loss.detach()
-        with torch.no_grad():
-            for p in model.shards:
-                p.mul_(0.75)
-        update(loss, optimizer)
-
-
 def from_meta(model, optimizer):
     model.fill()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -439,57 +319,39 @@ PROGRAMS = {
     "tied": Program(tied, train, policies=EVERY),
     "torchtitans_grouping": Program(GROUPED, train, policies=EVERY),
     "no_root": Program(ROOTLESS, UNCLIPPED, policies=PLAIN),
-    "complex": Program(lambda policy: shard(policy, model=Complex()), UNCLIPPED, policies=PLAIN),
-    "lora": Program(partial(adapted, dtype=torch.float32), train, policies=EVERY),
-    "lora_mixed": Program(partial(adapted, dtype=torch.bfloat16), train),
-    "ignored": Program(ignoring, UNCLIPPED, policies=PLAIN),
+    "lora": Program(adapted, train, policies=EVERY),
     "kept": Program(partial(shard, reshard_after_forward=False), train),
-    "one_kept": Program(one_kept, train),
     "reshard_to_int": Program(partial(shard, reshard_after_forward=2), train),
     "checkpoint": Program(partial(recomputed, use_reentrant=False), train),
     "checkpoint_reentrant": Program(partial(recomputed, use_reentrant=True), train),
     "hsdp": Program(hybrid, train, policies=EVERY),
-    "replicated": Program(replicated, train),
-    "compiled_blocks": Program(partial(compiled, whole=False), train),
-    "compiled_whole": Program(partial(compiled, whole=True), train),
+    "compiled_blocks": Program(compiled, train),
     "called_twice": Program(lambda policy: shard(policy, model=CalledTwice()), train),
-    "reads_embedding": Program(reads_embedding, train),
     "from_meta": Program(on_meta, from_meta),
     # gradients
     "accumulation": Program(shard, accumulate, policies=EVERY),
     "accumulation_without_sync": Program(shard, partial(accumulate, before=reduced_late)),
-    "accumulation_of_some_units": Program(
-        shard, partial(accumulate, before=some_units_reduced_late)
-    ),
     "accumulation_hsdp": Program(hybrid, partial(accumulate, before=all_reduced_late)),
     "accumulation_of_kept_weights": Program(
         partial(shard, reshard_after_forward=False),
         partial(accumulate, before=kept_over_microbatches),
     ),
-    "float16": Program(halved, small_gradients),
     "sum_not_mean": Program(shard, partial(divided, factor=1.0), policies=EVERY),
     "optimizer_in_backward": Program(shard, in_backward),
     "two_forwards": Program(shard, twice),
-    "checkpoint_whole": Program(GROUPED, checkpointed_whole),
     "raising": Program(shard, raising),
-    "raises_before_another": Program(shard, raises_before_another),
     # weights that change, and gathers that were begun
     "changing": Program(shard, changing),
     "ema": Program(GROUPED, averaging),
     "evaluation_between": Program(shard, evaluation_between),
-    "changed_before_backward": Program(shard, changed_before_backward),
-    "updated_in_forward": Program(shard, updated_in_forward, FUSED),
     "freezing": Program(shard, freezing),
     "begun_early": Program(GROUPED, begun_early),
-    "begun_then_assigned": Program(shard, begun_then_assigned),
     # units that run in another order, or alone
     "evaluation": Program(shard, partial(evaluating, how=torch.no_grad)),
     "inference_mode": Program(GROUPED, partial(evaluating, how=torch.inference_mode)),
-    "no_backward": Program(GROUPED, no_backward),
     "encoder_alone": Program(GROUPED, encoder_alone),
     "dropping_layers": Program(shard, dropping_layers),
     "all_by_hand": Program(shard, all_by_hand),
-    "full_before_a_graph": Program(shard, full_before_a_graph),
 }
 
 

@@ -1,7 +1,4 @@
-"""HSDP, tensor-parallel and both at once, on four ranks: saved under one layout, loaded under all.
-
-torchrun --nproc-per-node=4 tests/data/load_meshes.py
-"""
+"""HSDP, tensor-parallel and both, on four ranks: saved under one layout, loaded under all."""
 
 import shutil
 import sys

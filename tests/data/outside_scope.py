@@ -1,9 +1,4 @@
-"""What users have saved that files from scratch are not made for: each raises, on every rank.
-
-After public reports (``tests/cases/checkpoint``): moments of a shard or in another dtype, loaders
-of each rank, float8 weights, unused parameters, schedule-free optimizers, renamed layers, names of
-their own.
-"""
+"""What users have saved that files from scratch are not made for: each raises, on every rank."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -7,12 +7,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
@@ -107,23 +105,6 @@ def write_when(name: str, before_write: Callable[[], object]) -> None:
 
 def disk_is_full() -> None:
     raise OSError(28, "No space left on device")
-
-
-def interrupt_the_first_wait(upload: Future, then: Callable[[], object]) -> None:
-    """Make the first wait for ``upload`` raise KeyboardInterrupt and the others begin with it."""
-    waits = []
-
-    def interrupted(original: Callable) -> Callable:
-        def wait(timeout=None):
-            waits.append(timeout)
-            if len(waits) == 1:
-                raise KeyboardInterrupt
-            then()
-            return original(timeout)
-
-        return wait
-
-    upload.result, upload.exception = interrupted(upload.result), interrupted(upload.exception)
 
 
 def assert_right(root: Path, device: torch.device, saved: dict[int, dict]) -> None:
@@ -296,32 +277,6 @@ def cut_off_before(root: Path, device: torch.device) -> None:
         dist.barrier()
 
 
-def went_back(root: Path, device: torch.device) -> None:
-    """A job goes back while a later checkpoint is there: that is said, and the checkpoint stays."""
-    for checkpoints in ways(root, device):
-        app = basic.build_app(device)
-        with logged() as messages, closing(checkpoints):
-            for _ in range(2):
-                basic.train_step(app, device)
-                save(checkpoints, app)
-            first = basic.snapshot(app)
-            checkpoints.wait()
-            app = basic.load_app(checkpoints.root / "step1", device)
-            app.model.get_parameter("1.weight").data.zero_()  # another history
-            basic.train_step(app, device)
-            save(checkpoints, app)
-            checkpoints.end_last()
-            assert any("step2 is not saved" in text for text in messages), messages
-            assert_right(checkpoints.root, device, {2: first})
-            dist.barrier()
-            if dist.get_rank() == 0:
-                (checkpoints.root / "step2").rename(checkpoints.root / "first")
-            dist.barrier()
-            save(checkpoints, app)
-        assert_right(checkpoints.root, device, {2: basic.snapshot(app)})
-        dist.barrier()
-
-
 def one_rank_cannot_stage(root: Path, device: torch.device) -> None:
     """It ends its job: a save that it begins later would meet the one in which the others are."""
     async_save.PATIENCE = timedelta(seconds=3)
@@ -348,120 +303,12 @@ def out_of_memory(*_: object, **__: object) -> None:
     raise MemoryError("no room for a copy of the state")
 
 
-class Parts(NamedTuple):
-    tensor: torch.Tensor
-    number: int
-
-
-class Holding(nn.Module):
-    """An application state of anything."""
-
-    def __init__(self, value: object) -> None:
-        super().__init__()
-        self.step, self.value, self.model = 1, value, self
-
-    def state_dict(self) -> dict:
-        return {"model": {}, "step": 1, "value": self.value}
-
-
-def kinds_of_leaves(root: Path, device: torch.device) -> None:
-    """What DCP cannot write raises, at the call or at the end; nothing wrong gets a name."""
-    logging.disable(logging.CRITICAL)
-    written = {
-        "size": torch.Size([2, 3]),
-        "tuple": (torch.ones(2), 1),
-        "named tuple": Parts(torch.ones(2), 3),
-        "list": [torch.ones(2), 1],
-    }
-    refused = {
-        "sparse": torch.eye(3).to_sparse(),
-        "compressed": torch.eye(3).to_sparse_csr(),
-        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-    }
-    for name, value in (written | refused).items():
-        for checkpoints in ways(root / name, device):
-            with closing(checkpoints):
-                error = raised(lambda c=checkpoints, v=value: save(c, Holding(v)))
-                error = raised(checkpoints.wait) or error
-            assert (error is None) == (name in written), f"{name}: {error!r}"
-            assert (checkpoints.root / "step1").exists() == (name in written)
-    remove_incomplete(root)
-
-
-class PlainState:
-    """A state of one tensor, ``weight``."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.step, self.weight, self.settings = 1, weight, {}
-        self.model = nn.Module()
-
-    def state_dict(self) -> dict:
-        return {"weight": self.weight, "step": self.step, "settings": self.settings}
-
-
-def another_state(root: Path, device: torch.device) -> None:
-    """The buffers are bfloat16, then the state is float32, with a plain value more."""
-    third = torch.full((4,), 1 / 3, device=device)
-    for checkpoints in ways(root, device):
-        with closing(checkpoints):
-            app = PlainState(third.bfloat16())
-            save(checkpoints, app)
-            app.step, app.weight, app.settings = 2, third, {"initial_lr": 0.1}
-            save(checkpoints, app)
-        loaded = {"app": {"weight": torch.zeros(4, device=device), "settings": {"initial_lr": 0.0}}}
-        dcp.load(loaded, checkpoint_id=checkpoints.root / "step2")
-        assert torch.equal(loaded["app"]["weight"], third)
-        assert loaded["app"]["settings"] == {"initial_lr": 0.1}
-
-
-def staging_fails(root: Path, device: torch.device) -> None:
-    """One copy fails, the next does not."""
-    app = basic.build_app(device)
-    with logged() as messages, saving("default_stager", root, device) as checkpoints:
-        stager = checkpoints.stager
-        whole = stager.when_copied
-        stager.when_copied = copies_are_lost
-        basic.train_step(app, device)
-        save(checkpoints, app)
-        checkpoints.end_last()
-        stager.when_copied = whole
-        basic.train_step(app, device)
-        save(checkpoints, app)
-        saved = {app.step: basic.snapshot(app)}
-    stager.close()
-    assert any("step1" in text and "copies are lost" in text for text in messages), messages
-    assert not (root / "step1").exists()
-    assert_right(root, device, saved)
-
-
-def leaves_apart(root: Path, device: torch.device) -> None:
-    """Two names that shared a tensor at the first save, and keys whose paths read alike."""
-    for checkpoints in ways(root, device):
-        shared = torch.ones(3, device=device)
-        other = torch.zeros(3, device=device)
-        with closing(checkpoints):
-            checkpoints.save(1, {"model": shared, "best": shared})
-            checkpoints.save(2, {"model": shared, "best": other})
-        loaded = {"model": torch.full_like(other, 7), "best": torch.full_like(other, 7)}
-        dcp.load(loaded, checkpoint_id=checkpoints.root / "step2")
-        assert torch.equal(loaded["model"], shared) and torch.equal(loaded["best"], other)
-    stager = default_stager.OverlappedStager(device, changing=list)
-    staged = stager.stage({"a": {"b": shared}, "a/b": other, 0: shared, "0": other}).result()
-    stager.close()
-    assert torch.equal(staged["a"]["b"], shared.cpu()) and torch.equal(staged["a/b"], other.cpu())
-    assert torch.equal(staged[0], shared.cpu()) and torch.equal(staged["0"], other.cpu())
-
-
 def a_stager_that_nobody_waits_for(root: Path, device: torch.device) -> None:
     """torch's copies while training goes on, and no optimizer step waits: refused at once."""
     stager = DefaultStager(StagingOptions(False, False, True, False))
     error = raised(lambda: async_save.AsyncCheckpoints(root, stager))
     stager.close()
     assert isinstance(error, TypeError) and "DefaultStager" in str(error), repr(error)
-
-
-def copies_are_lost(*_: object) -> None:
-    raise OSError("copies are lost")
 
 
 if __name__ == "__main__":

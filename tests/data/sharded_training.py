@@ -1,14 +1,7 @@
-"""What ranks do with the context of ``stream_context``.
-
-``few_rows`` and ``between_steps`` compare with the unsharded run. ``save`` and ``load`` go to and
-come from a checkpoint of ``async_save.py``, on world sizes that differ. The other modes are what
-the two files are not made for: each must raise on every rank.
-"""
+"""What ranks do with the context of ``stream_context``."""
 
 import argparse
-import gc
 import sys
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,15 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes_source"
 HERE = Path(__file__).parent
-sys.path[:0] = [str(RECIPES / "sharding"), str(RECIPES / "checkpoint"), str(HERE)]
+sys.path[:0] = [str(RECIPES / "sharding"), str(HERE)]
 
-from _checks import NamedWhenComplete  # noqa: E402
-from _toys import AppState  # noqa: E402
-from async_save import AsyncCheckpoints  # noqa: E402
 from raising import raised  # noqa: E402
 from stream_context import FsdpContext, start_rank  # noqa: E402
-
-from overlap_recipes.checkpoint import load as load_state  # noqa: E402
 
 LAYERS = 4
 WIDTH = 6
@@ -243,9 +231,6 @@ class View(Layer):
         return super().forward(x).unsqueeze(0).squeeze(0)
 
 
-KEPT: list[torch.Tensor] = []
-
-
 class Kept(Layer):
     """Keeps a second result beside the first, computed with weights of its own."""
 
@@ -257,24 +242,6 @@ class Kept(Layer):
         y = super().forward(x)
         self.kept = self.second(x).square().sum()
         return y
-
-
-class KeptForLater(Kept):
-    """Adds to its result what the unit before it has computed with other weights and kept."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        KEPT.append(self.second(x))
-        return y + KEPT[-2]
-
-
-class KeptOnTheWay(Layer):
-    """Keeps what its result is computed from, as a router's logits are."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x)
-        self.kept = h.square().sum()
-        return x + self.down(torch.tanh(h))
 
 
 class Detached(Kept):
@@ -292,15 +259,9 @@ def with_kept(model: nn.Module) -> torch.Tensor:
 
 def tensors_kept_beside_results() -> None:
     """Refused where the loss is computed with them: backward might read weights early."""
-    for unit in (Kept, KeptOnTheWay):
-        model, context = sharded(unit)
-        loss = with_kept(model)
-        assert_refused(partial(context.backward, loss), RuntimeError, "kept with")
-    model, context = sharded(KeptForLater)
-    KEPT.append(ones())
-    loss = model(ones()).sum()
-    assert_refused(lambda: context.backward(loss), RuntimeError, "kept with")
-
+    model, context = sharded(Kept)
+    loss = with_kept(model)
+    assert_refused(partial(context.backward, loss), RuntimeError, "kept with")
     model, context = sharded(Detached)
     expected = layers(kind=Detached)
     context.backward(with_kept(model))
@@ -372,86 +333,6 @@ def updates_between() -> None:
     context.backward(loss)  # an update of other weights is none
 
 
-def let_go() -> None:
-    """A model that is dropped, trained or not, leaves nothing in memory."""
-    for steps in (0, 1):
-        model, context = sharded()
-        for _ in range(steps):
-            context.backward(model(ones()).sum())
-        p = context.units[0].parameters[0]
-        kept = [weakref.ref(thing) for thing in (model, context, p.shard, p.full)]
-        del model, context, p
-        gc.collect()
-        assert not any(thing() for thing in kept), f"after {steps} steps"
-
-
-# -- checkpoints -------------------------------------------------------------------------------
-
-
-def build_app(seed: int) -> tuple[AppState, FsdpContext]:
-    model = layers(seed)
-    context = FsdpContext(model, list(model))
-    return AppState(model, ADAMW(model.parameters())), context
-
-
-def train_on(app: AppState, context: FsdpContext, steps: int) -> None:
-    """Every rank sees the same samples, so that the number of ranks changes rounding alone."""
-    for _ in range(steps):
-        context.backward(loss_of(app.model, app.step, 0))
-        app.optimizer.step()
-        app.optimizer.zero_grad()
-        app.step += 1
-
-
-def full(tree: object) -> dict[str, torch.Tensor]:
-    """Every tensor of a state by its path, whole."""
-    if isinstance(tree, DTensor):
-        return {"": tree.full_tensor().detach().clone()}
-    if isinstance(tree, torch.Tensor):
-        return {"": tree.detach().clone()}
-    items = []
-    if isinstance(tree, dict):
-        items = tree.items()
-    elif isinstance(tree, list):
-        items = enumerate(tree)
-    found = {}
-    for key, value in items:
-        for path, leaf in full(value).items():
-            found[f"{key}/{path}"] = leaf
-    return found
-
-
-def save(directory: Path) -> None:
-    """Save beside training; leave in ``expected.pt`` what was saved and what came after it."""
-    app, context = build_app(seed=0)
-    train_on(app, context, 3)
-    saved = full(app.state_dict())
-    checkpoints = AsyncCheckpoints(directory, writer=NamedWhenComplete)
-    checkpoints.save(app.step, {"app": app.state_dict()})
-    train_on(app, context, 2)
-    checkpoints.close()
-    later = full(app.state_dict())
-    if dist.get_rank() == 0:
-        torch.save({"saved": saved, "later": later}, directory / "expected.pt")
-    dist.barrier()
-
-
-def load(directory: Path) -> None:
-    """The saved bits on this number of ranks; training goes on as it did where they were saved."""
-    expected = torch.load(directory / "expected.pt")
-    app, context = build_app(seed=1)
-    load_state({"app": app}, directory / "step3")
-    loaded = full(app.state_dict())
-    assert loaded.keys() == expected["saved"].keys()
-    for path, tensor in expected["saved"].items():
-        assert torch.equal(loaded[path], tensor), path
-    train_on(app, context, 2)
-    for path, tensor in full(app.state_dict()).items():
-        torch.testing.assert_close(tensor, expected["later"][path], rtol=1e-4, atol=1e-5)
-    moved = [not torch.equal(expected["saved"][p], t) for p, t in expected["later"].items()]
-    assert sum(moved) > len(moved) / 2, "training changed nothing"
-
-
 MODES = (
     few_rows,
     between_steps,
@@ -460,25 +341,17 @@ MODES = (
     backwards,
     tensors_kept_beside_results,
     updates_between,
-    let_go,
 )
 
 if __name__ == "__main__":
     modes = {mode.__name__: mode for mode in MODES}
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", nargs="+", choices=(*modes, "save", "load"))
-    parser.add_argument("--dir", type=Path, help="of the checkpoint that is saved")
-    parser.add_argument("--saved", type=Path, help="of the checkpoint that is loaded")
+    parser.add_argument("what", nargs="+", choices=modes)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     start_rank()
     try:
         for what in asked.what:
-            if what == "save":
-                save(asked.dir)
-            elif what == "load":
-                load(asked.saved)
-            else:
-                modes[what]()
+            modes[what]()
     finally:
         dist.destroy_process_group()

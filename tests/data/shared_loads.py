@@ -1,8 +1,4 @@
-"""What several ranks hold is read once and broadcast; the bits are those that dcp.load gives.
-
-torchrun --nproc-per-node=2 tests/data/shared_loads.py ddp mixed targets damage trouble
-torchrun --nproc-per-node=4 tests/data/shared_loads.py hsdp
-"""
+"""What several ranks hold is read once and broadcast; the bits are those that dcp.load gives."""
 
 import math
 import shutil

@@ -261,43 +261,6 @@ def little_at_a_time(root: Path, device: torch.device) -> None:
     same(load(root / "1", state), state)
 
 
-def many_tensors(root: Path, device: torch.device) -> None:
-    """Once planned, ten thousand tensors cost a few calls and a fraction of the interpreter."""
-    state = {f"layer{n}.weight": random(n % 7, 8) for n in range(10_000)} | {"step": 0}
-    calls, seconds, saved = [], [], []
-    pwritev, write, save = os.pwritev, FileWriter.write, torch.save
-
-    def counted(*args) -> int:
-        calls[-1] += 1
-        return pwritev(*args)
-
-    def timed(*args) -> None:
-        calls.append(0)
-        saved.append(0)
-        started = time.thread_time()
-        write(*args)
-        seconds.append(time.thread_time() - started)
-
-    def counted_save(*args, **kwargs) -> None:
-        saved[-1] += 1
-        save(*args, **kwargs)
-
-    os.pwritev, FileWriter.write, torch.save = counted, timed, counted_save
-    with Saves(CPU) as saves:
-        for step in range(4):
-            state["step"] = step
-            saves.save(state, root / str(step))
-    os.pwritev, FileWriter.write, torch.save = pwritev, write, save
-    print(f"calls {calls}, serialised {saved}, seconds {[round(s, 3) for s in seconds]}")
-    assert saves.writer.plans == 1
-    assert calls[3] <= 3 * 10_000 / 1024 + 4, calls
-    assert saved[3] <= 1, saved  # the step
-    assert seconds[3] < seconds[0] / 5, seconds  # the planning and all distinct shapes
-    few = {f"layer{n}.weight": state[f"layer{n}.weight"] for n in range(0, 10_000, 999)}
-    same(load(root / "3", few), few)
-    hide(root)
-
-
 def sparse(root: Path, device: torch.device) -> None:
     """A tensor that is not dense has another size at every save."""
     with Saves(CPU) as saves:

@@ -4,7 +4,6 @@ Each line of JSON is answered by one, from a process forked for it, which forks 
 have imported torch. An answer is an exit code, and what was printed: JSON in its last line.
 """
 
-import contextlib
 import json
 import random
 import shutil
@@ -33,13 +32,6 @@ def killed(scratch: Path, name: str = "") -> dict:
     return observer.trial(0, fault, random.Random(0))
 
 
-def stock(scratch: Path, seed: str, dropout: str, *ranks: str) -> dict:
-    """A stock Llama, interrupted between runs on so many ranks each."""
-    from faults.stock import interrupted
-
-    return interrupted(scratch, int(seed), [int(count) for count in ranks], float(dropout))
-
-
 def preempted(scratch: Path, *names: str) -> dict:
     """Each case of :mod:`faults.preempted`."""
     from faults.preempted import case
@@ -47,11 +39,11 @@ def preempted(scratch: Path, *names: str) -> dict:
     return {name: case(scratch, name) for name in names}
 
 
-def trouble(scratch: Path, name: str) -> dict:
+def deletion(scratch: Path) -> dict:
     """See :mod:`faults.troubles`."""
     from faults import troubles
 
-    return troubles.trouble(scratch, name)
+    return troubles.deletion_fails(scratch)
 
 
 def lease(scratch: Path) -> str:
@@ -93,8 +85,6 @@ def answer(what: str, *arguments: object) -> int:
 
 
 def main() -> None:
-    with contextlib.suppress(ImportError):  # of transformers
-        from faults import stock  # noqa: F401 (imported here, not by each rank)
     serve(answer)
 
 

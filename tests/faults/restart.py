@@ -1,8 +1,4 @@
-"""A job that torchrun starts on two ranks, which is struck beside an upload and goes on.
-
-``start`` runs it: in its first start, behind step 7, rank 1 kills itself (``kill``), or torchrun is
-asked to end (``term``). A file gets a line of where it ended.
-"""
+"""A job that torchrun starts on two ranks, which is struck beside an upload and goes on."""
 
 import os
 import signal

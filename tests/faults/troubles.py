@@ -1,9 +1,7 @@
 """Troubles of a save that end no process: each answers what became of it, as a dict."""
 
 import os
-import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -18,39 +16,18 @@ from faults.soak import run_ranks
 from overlap_recipes.checkpoint.stores.directory import Directory
 
 STEPS, SAVE_EVERY, RANKS = 8, 2, 2
-FROM, TO = 4, 6  # the save of step 4 is in trouble, that of step 6 no more
 
 
-def read_only(root: Path, on: bool) -> None:
-    if on:
-        subprocess.run(["mount", "--bind", root, root], check=True)
-        subprocess.run(["mount", "-o", "remount,bind,ro", root], check=True)
-    else:
-        subprocess.run(["umount", "-l", root], check=True)
-
-
-def gone(root: Path, on: bool) -> None:
-    elsewhere = root.with_name("elsewhere")
-    shutil.move(root, elsewhere) if on else shutil.move(elsewhere, root)
-
-
-TROUBLES = {"read only": read_only, "gone": gone}
-
-
-def train(rank: int, ranks: int, store: Path, pipe: int, root: Path, name: str) -> None:
+def train(rank: int, ranks: int, store: Path, pipe: int, root: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(store), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     app = basic.build_app(torch.device("cpu"))
-    trouble = TROUBLES.get(name)
-    if name == "deletion":
-        Points(Fault("raise", "deletion", 0, 1) if rank == 0 else None, root, pipe).install()
+    Points(Fault("raise", "deletion", 0, 1) if rank == 0 else None, root, pipe).install()
     with KeptSaves(root, keep_last=2) as saves:
         while app.step < STEPS:
             basic.train_step(app, torch.device("cpu"))
             if app.step % SAVE_EVERY == 0:
-                if app.step in (FROM, TO) and rank == 0 and trouble:
-                    trouble(root, app.step == FROM)
                 dist.barrier()
                 upload = saves.save({"app": app}, app.step)
                 error = upload.exception()
@@ -62,11 +39,11 @@ def train(rank: int, ranks: int, store: Path, pipe: int, root: Path, name: str) 
     dist.destroy_process_group()
 
 
-def trouble(scratch: Path, name: str) -> dict:
-    """A job whose storage is in trouble for one save."""
+def deletion_fails(scratch: Path) -> dict:
+    """A job whose storage refuses a deletion."""
     root = scratch / "root"
     root.mkdir()
-    told = run_ranks(train, RANKS, scratch / "job", (root, name))
+    told = run_ranks(train, RANKS, scratch / "job", (root,))
     whole = sorted(step for step in steps_in(root) if not wrong(root / f"step{step}", True))
     logs = [file.read_text() for file in (scratch / "job").glob("*.log")]
     return {"failed": told.failed, "whole": whole, "same_bits": told.ended, "logs": logs}

@@ -1,8 +1,4 @@
-"""Ways of saving, all struck alike: the recipe, and what a reader may use instead.
-
-Each keeps to what its own documentation shows: where it writes, what it loads after a crash, and
-what becomes of training when a save fails. Its packages are imported where it is built.
-"""
+"""Ways of saving, all struck alike: the recipe, and what a reader may use instead."""
 
 import json
 import logging

@@ -1,7 +1,4 @@
-"""The sharding recipes on two CUDA devices: races that show.
-
-``widened_races.py`` is what the ranks run, once for all tests here.
-"""
+"""The sharding recipes on two CUDA devices: races that show."""
 
 import json
 import subprocess

@@ -7,23 +7,8 @@ from pathlib import Path
 import pytest
 from written_recipes import write
 
-from rankproof.launch import load_back
 from rankproof.report import Report
 from rankproof.run import run
-
-SAVES = """
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    if __name__ == "__main__":
-        dist.init_process_group("gloo")
-        weight = torch.arange(8.0)
-        dcp.save({"weight": weight}, checkpoint_id="step1")
-        dist.barrier()
-        dist.destroy_process_group()
-"""
-
 
 LISTS = """
     import torch.distributed as dist
@@ -59,27 +44,6 @@ def test_lists_tuples_and_bytes_are_compared_too(tmp_path) -> None:
     assert "3 of 4 leaves" in said
 
 
-VIEWS = """
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    if __name__ == "__main__":
-        dist.init_process_group("gloo")
-        numbers = torch.randn(3, 4, dtype=torch.complex64)
-        views = numbers.conj(), numbers.conj().imag, torch._neg_view(torch.randn(4))
-        for number, view in enumerate(views):
-            dcp.save({"view": view}, checkpoint_id=f"step{number}")
-        dist.destroy_process_group()
-"""
-
-
-def test_a_view_that_negates_is_right_when_its_elements_are(tmp_path) -> None:
-    """What lies in its storage are other bits than a load gives back."""
-    report = run(write(tmp_path, "views.py", VIEWS), 1, launcher="warm")
-    assert report.ok, report.describe()
-
-
 SAVES_IN_BACKGROUND = """
     import asyncio, concurrent.futures, os, threading, time
     import torch
@@ -106,8 +70,6 @@ SAVES_IN_BACKGROUND = """
         dist.destroy_process_group()
 """
 CALL_BACK = "saved.add_done_callback(lambda _: ended.set())"
-UNTIL_BEGUN = "[None for _ in iter(lambda: os.path.exists('step1'), True)]"
-UNTIL_FINISHING = "[None for _ in iter(lambda: os.path.exists('finishing'), True)]"
 
 
 def save_in_background(folder: Path, ending: str, writer: str = "dcp.FileSystemWriter") -> Report:
@@ -127,40 +89,6 @@ def save_in_background(folder: Path, ending: str, writer: str = "dcp.FileSystemW
 )
 def test_a_recipe_may_learn_of_the_end_of_a_held_write_in_any_way(tmp_path, ending: str) -> None:
     report = save_in_background(tmp_path, ending)
-    assert report.ok, report.describe()
-
-
-@pytest.mark.parametrize(
-    ("ending", "writer", "text"),
-    [
-        (f"saved.done(); {UNTIL_BEGUN}", "dcp.FileSystemWriter", "the directory is empty"),
-        (f"{CALL_BACK}; time.sleep(0); {UNTIL_FINISHING}", "NeverFinished", "before it knew"),
-    ],
-)
-def test_to_ask_once_or_to_be_called_back_is_not_to_wait(tmp_path, ending, writer, text) -> None:
-    report = save_in_background(tmp_path, ending, writer)
-    assert "checkpoint_missing" in report.kinds, report.describe()
-    missing = [failure for failure in report.failures if failure.kind == "checkpoint_missing"]
-    assert text in missing[0].text
-    assert "never awaited" in missing[0].hint
-
-
-def test_a_process_forked_meanwhile_does_not_end_a_save_in_its_ranks_name(tmp_path) -> None:
-    text = """
-        import os
-        import torch
-        import torch.distributed.checkpoint as dcp
-
-        if __name__ == "__main__":
-            saved = dcp.async_save({"weight": torch.ones(4)}, checkpoint_id="step1", no_dist=True)
-            assert not saved.done()
-            child = os.fork()
-            if child:
-                os.waitpid(child, 0)
-                saved.result()
-    """
-    recipe = write(tmp_path, "forks.py", text)
-    report = run(recipe, 1, launcher="warm", gate="hold_write", deadline_s=30)
     assert report.ok, report.describe()
 
 
@@ -184,10 +112,6 @@ SAVES_AND_MOVES = """
         dist.barrier()
         dist.destroy_process_group()
 """
-FAILS_UNSEEN = (
-    "dcp.async_save({}, storage_writer=FullDisk('step1'), "
-    "process_group=dist.new_group(backend='gloo'))"
-)
 
 
 def save_and_move(folder: Path, does: str, ranks: int = 2) -> Report:
@@ -247,26 +171,6 @@ def test_a_checkpoint_that_another_process_moved_is_not_judged_and_said_to_be_mo
     assert "removed or replaced" not in report.describe()
 
 
-def test_what_was_moved_excuses_no_checkpoint_that_is_gone(tmp_path) -> None:
-    loses = "subprocess.run(['rm', '-r', 'lost'], check=True)"
-    does = f"save(1, 'lost')\nsave(1, 'aside')\n{MOVED_BY_ANOTHER}\n{loses}"
-    report = save_and_move(tmp_path, does, ranks=1)
-    assert "checkpoint_missing" in report.kinds, report.describe()
-
-
-def test_a_checkpoint_of_other_leaves_is_not_one_that_was_moved(tmp_path) -> None:
-    does = """
-        save(1, 'aside')
-        dcp.save({'other': torch.ones(1)}, checkpoint_id='step1')
-        import subprocess
-        subprocess.run(['mv', 'step1', 'step2'], check=True)
-        subprocess.run(['rm', '-r', 'aside'], check=True)
-    """
-    report = save_and_move(tmp_path, textwrap.dedent(does).strip(), ranks=1)
-    assert report.kinds == {"checkpoint_missing"}, report.describe()
-    assert "aside: the directory does not exist" in report.failures[0].text
-
-
 @pytest.mark.parametrize(
     ("defines", "makes", "named"),
     [
@@ -288,93 +192,9 @@ def test_what_only_the_script_can_load_is_not_judged_and_named(
     assert "removed or replaced" not in report.describe()
 
 
-def test_a_directory_emptied_before_the_save_excuses_nothing(tmp_path) -> None:
-    does = f"shutil.rmtree('step1', ignore_errors=True)\n{FAILS_UNSEEN}"
-    report = save_and_move(tmp_path, does, ranks=1)
-    assert report.kinds == {"checkpoint_missing", "never_awaited"}, report.describe()
-
-
 def test_a_checkpoint_removed_after_its_save_is_not_missed(tmp_path) -> None:
     does = "for n in range(3):\n    save(n, f'step{n}')\nif rank == 0: shutil.rmtree('step0')"
     report = save_and_move(tmp_path, does)
     assert report.ok, report.describe()
     assert report.checkpoints == ["step1", "step2"]
     assert "removed or replaced before the end, so not compared: step0" in report.notes
-
-
-def test_a_checkpoint_that_takes_too_long_to_load_says_so(tmp_path, monkeypatch) -> None:
-    waits = write(tmp_path, "waits.py", "import threading\nthreading.Event().wait()\n")
-    monkeypatch.setattr("rankproof.launch.LOAD_BACK", waits)
-    answer = load_back({"step1": {}}, 1, tmp_path, deadline_s=0.5)
-    assert answer == {"step1": {"error": "did not load within 0.5 s"}}
-
-
-@pytest.mark.parametrize(("deadline_s", "loads_within_s"), [(30, 120), (300, 300)])
-def test_a_checkpoint_has_as_long_to_load_as_its_recipe(
-    tmp_path, monkeypatch, deadline_s: float, loads_within_s: float
-) -> None:
-    limits = []
-
-    def record(request: dict, world_size: int, parent: Path, deadline_s: float) -> dict:
-        limits.append(deadline_s)
-        return {}
-
-    monkeypatch.setattr("rankproof.verdict.load_back", record)
-    recipe = write(tmp_path, "saves.py", SAVES)
-    run(recipe, 1, launcher="warm", deadline_s=deadline_s)
-    assert set(limits) == {loads_within_s}
-
-
-MOVES_ALL_BUT_METADATA = """
-    import shutil
-    from pathlib import Path
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    dist.init_process_group("gloo")
-    dcp.save({"w": torch.ones(4)}, checkpoint_id="step1.partial")
-    if dist.get_rank() == 0:
-        Path("step1").mkdir()
-        for file in Path("step1.partial").glob("[!.]*"):
-            shutil.move(str(file), Path("step1") / file.name)
-        shutil.rmtree("step1.partial")
-    dist.destroy_process_group()
-"""
-
-
-def test_it_is_never_said_to_load_what_does_not(tmp_path) -> None:
-    report = run(write(tmp_path, "moves.py", MOVES_ALL_BUT_METADATA), 1, launcher="warm")
-    assert report.kinds == {"checkpoint_incomplete"}, report.describe()
-    assert report.unjudged == []
-
-
-FAILS_ONE_SAVE = """
-    from concurrent.futures import ThreadPoolExecutor
-    from pathlib import Path
-    import threading
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    dist.init_process_group("gloo")
-    Path("step1").write_text("a log file of that name")
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(dcp.save, {"w": torch.ones(4)}, checkpoint_id="step1")
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "kinds"),
-    [
-        ("threading.Event().wait()", {"save_failed", "hung"}),
-        ("raise ValueError('the loss is not finite')", {"raised"}),
-    ],
-)
-def test_a_failed_save_that_nobody_saw_is_told_with_another_failure(
-    tmp_path, end: str, kinds: set
-) -> None:
-    """Where the script raised, that may be what it raised of."""
-    script = write(tmp_path, "saves.py", FAILS_ONE_SAVE + f"    {end}\n")
-    report = run(script, 1, launcher="warm", deadline_s=5)
-    assert report.kinds == kinds, report.describe()

@@ -12,12 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 from selection import REPO
-from written_recipes import CONTROL, write
+from written_recipes import write
 
 from rankproof.__main__ import main
-from rankproof.recipe import Settings, is_helper
 from rankproof.report import reproduce
-from rankproof.run import run
 
 
 def test_a_recipe_gets_its_own_arguments_and_so_does_the_command_that_runs_it_again(
@@ -59,42 +57,6 @@ def test_a_kind_that_is_turned_off_is_a_note_by_the_command_and_by_the_settings(
     assert "--off checkpoint_wrong: only child_died, " in capsys.readouterr().err
 
 
-LEAVES_ITS_GROUP = """
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-
-dist.init_process_group("gloo")
-"""
-SWALLOWS_A_FAILED_SAVE = """
-open("step1", "w").close()
-try:
-    dcp.save({"weight": torch.ones(4)}, checkpoint_id="step1")
-except BaseException:
-    print("goes on")
-"""
-
-
-def test_lost_work_counts_beside_a_kind_that_is_turned_off(tmp_path) -> None:
-    script = write(tmp_path, "loses_work.py", LEAVES_ITS_GROUP + SWALLOWS_A_FAILED_SAVE)
-    report = run(script, 1, launcher="warm", off=("left_process_group",))
-    assert report.kinds == {"save_failed"}, report.describe()
-    assert any("left_process_group is turned off" in note for note in report.notes)
-
-
-def test_a_rank_without_a_record_counts_beside_a_kind_that_is_turned_off(tmp_path) -> None:
-    text = """
-        import os, signal, subprocess, sys
-
-        wait_forever = "import threading; threading.Event().wait()"
-        subprocess.Popen([sys.executable, "-c", wait_forever], start_new_session=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-    """
-    script = write(tmp_path, "is_ended.py", text)
-    report = run(script, 1, launcher="warm", off=("left_process",))
-    assert report.kinds == {"missing_record"}, report.describe()
-
-
 def test_a_script_that_reads_beside_itself_is_told_of_the_option(
     tmp_path, monkeypatch, capsys
 ) -> None:
@@ -105,27 +67,6 @@ def test_a_script_that_reads_beside_itself_is_told_of_the_option(
     hint = f"it lies beside the script: run it with --cwd {tmp_path}"
     assert hint in capsys.readouterr().out
     assert command(monkeypatch, *run_it, "--cwd", tmp_path) == 0
-
-
-def test_a_script_may_make_the_directory_that_it_is_allowed(tmp_path, monkeypatch, capsys) -> None:
-    out = tmp_path / "runs" / "first"
-    text = f"""
-        import os
-        import torch
-        import torch.distributed.checkpoint as dcp
-
-        os.makedirs({str(out)!r})
-        open({str(out / "log.txt")!r}, "w").write("trained")
-        os.symlink("log.txt", {str(out / "last")!r})
-        dcp.save({{"weight": torch.ones(4)}}, checkpoint_id={str(out / "step1")!r})
-    """
-    script = write(tmp_path, "makes_it.py", text)
-    run_it = ("run", script, "--ranks", 1, "--launcher", "warm", "--allow", out)
-    assert command(monkeypatch, *run_it) == 0, capsys.readouterr().out
-    assert "judged: 1 save, 2 leaves" in capsys.readouterr().out
-    assert (out / "log.txt").read_text() == "trained"
-    assert (out / "last").is_symlink()
-    assert (out / "step1" / ".metadata").exists()
 
 
 @pytest.mark.parametrize("launcher", ["warm", "torchrun"])
@@ -183,17 +124,6 @@ def test_a_bad_option_is_refused_before_anything_runs(
     assert not ran.exists()
 
 
-def test_a_gate_of_ones_own_is_found_from_where_the_command_is_called(
-    tmp_path, monkeypatch, capsys
-) -> None:
-    write(tmp_path, "gate.py", "def own(ledger):\n    print('the gate is there')\n")
-    script = write(tmp_path, "hello.py", "print('hello')\n")
-    run_it = ("run", script, "--ranks", 1, "--launcher", "warm", "--gate")
-    monkeypatch.chdir(tmp_path)
-    assert command(monkeypatch, *run_it, "gate.py:own") == 0
-    assert "the gate is there\nhello" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("gate", "message"),
     [
@@ -211,41 +141,6 @@ def test_a_gate_that_is_not_there_is_refused_before_anything_runs(
     told = capsys.readouterr()
     assert message in told.err
     assert told.out == ""
-
-
-def test_json_is_all_that_is_printed_beside_a_control_too(tmp_path, monkeypatch, capsys) -> None:
-    write(tmp_path, "rankproof.toml", 'controls = "."\n')
-    write(tmp_path, "r.toml", CONTROL)
-    script = write(tmp_path, "r.py", "x = 1\nassert x == 1, f'x is {x}'\n")
-    run_it = ("run", script, "--control", "n", "--launcher", "warm")
-    assert command(monkeypatch, *run_it, "--json") == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out)[0]["control"] == "n"
-    assert told.err.endswith("control 'n': caught\n")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("beside.py", b"x = '\xe9'", "beside.py: not UTF-8: byte 5 is 0xe9"),
-        ("beside.py", b"def f(:", "beside.py:1: not valid Python: invalid syntax"),
-        ("rankproof.toml", b"# \xe9", "rankproof.toml: not UTF-8: byte 2 is 0xe9"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_an_error_in_one_line(
-    tmp_path, monkeypatch, capsys, name: str, content: bytes, message: str
-) -> None:
-    write(tmp_path, "script.py", "import beside\nfrom package import module\n")
-    write(tmp_path, "beside.py", "x = 1\n")
-    (tmp_path / "package").mkdir()
-    write(tmp_path, "package/module.py", "y = 1\n")
-    (tmp_path / name).write_bytes(content)
-    script = tmp_path / "script.py"
-    assert command(monkeypatch, "run", script, "--ranks", 1, "--launcher", "warm") == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    assert message in told
-    assert told.count("\n") == 1
 
 
 def command(monkeypatch, *options: object) -> int:
@@ -301,22 +196,6 @@ def test_a_folder_is_judged_as_its_settings_say(tmp_path, monkeypatch, capsys) -
     assert failure.get("type") == "raised"
 
 
-@pytest.mark.parametrize(
-    ("text", "runs"),
-    [
-        ("def main():\n    return 1\n\nresult = main()\n", True),
-        ("from work import train\nlosses: list = train(3)\n", True),
-        ("import logging\nlogger = logging.getLogger()\n", False),
-        ("def width():\n    return 3\n\nWIDTH = 3\n", False),
-    ],
-)
-def test_a_script_whose_work_stands_right_of_an_equals_sign_is_no_helper(
-    tmp_path, text: str, runs: bool
-) -> None:
-    write(tmp_path, "work.py", "def train(n):\n    return [n]\n\nclass Config:\n    pass\n")
-    assert is_helper(write(tmp_path, "script.py", text)) is not runs
-
-
 def test_it_says_its_version_and_that_it_needs_linux(tmp_path, monkeypatch, capsys) -> None:
     assert command(monkeypatch, "--version") == 0
     assert re.fullmatch(r"rankproof \d+\.\d+\.\d+\n", capsys.readouterr().out)
@@ -347,29 +226,6 @@ def test_a_script_is_judged_on_the_ranks_that_it_says_it_is_started_on(
     assert command(monkeypatch, *run_it, "--ranks", "2,1") == 0
 
 
-@pytest.mark.parametrize(
-    ("files", "ranks"),
-    [
-        ({}, [2]),
-        ({"rankproof.toml": "ranks = [1, 2]"}, [1, 2]),
-        ({"train.py": "# torchrun --nproc_per_node 4 train.py"}, [2, 4]),
-        ({"train.py": "# torchrun --nproc-per-node=64 train.py"}, [2]),
-        ({"README.md": "torchrun --nproc-per-node=3 train.py"}, [2, 3]),
-        (
-            {"rankproof.toml": "ranks = [1]", "run.sh": "torchrun --nproc-per-node 3 train.py"},
-            [1, 3],
-        ),
-    ],
-)
-def test_the_numbers_of_ranks_that_a_script_or_its_folder_asks_for(
-    tmp_path, files: dict, ranks: list
-) -> None:
-    for name, text in ({"train.py": "print()"} | files).items():
-        write(tmp_path, name, f"{text}\n")
-    settings = Settings.of(tmp_path)
-    assert settings.ranks_of(settings.load(tmp_path / "train.py")) == ranks
-
-
 def test_github_gets_each_failure_at_its_line(tmp_path, monkeypatch, capsys) -> None:
     text = """
         def loss():
@@ -390,18 +246,3 @@ def test_github_gets_each_failure_at_its_line(tmp_path, monkeypatch, capsys) -> 
     )
     wanted = f"::error file=train.py,line={line},title=raised on 1 rank::ValueError: the loss, of "
     assert wanted + "step 1: 100%25 wrong" in capsys.readouterr().out
-
-
-def test_xml_is_valid_whatever_a_rank_prints(tmp_path, monkeypatch, capsys) -> None:
-    script = write(tmp_path, "prints.py", "print(chr(27) + '[31mred' + chr(0))\n")
-    report = tmp_path / "report.xml"
-    run_it = ("run", script, "--ranks", 1, "--launcher", "warm", "--junit", report)
-    assert command(monkeypatch, *run_it) == 0
-    assert "[31mred" in ElementTree.parse(report).find(".//system-out").text
-
-
-def test_without_torch_it_says_which_to_install(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("rankproof.run.find_spec", lambda name: None)
-    script = write(tmp_path, "prints.py", "print()\n")
-    assert command(monkeypatch, "run", script) == 2
-    assert "pip install torch, for a CPU with --index-url https://" in capsys.readouterr().err

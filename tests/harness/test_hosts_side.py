@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from rankproof import streams
-from rankproof.streams.stagers import always_blocks
 
 pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="an accelerator's streams are real"
@@ -94,14 +92,6 @@ def test_a_metrics_buffer_is_read_once_its_copy_has_run(recorder, make, read, wa
     assert bool(recorder.conflicts) is not waits, recorder.conflicts
 
 
-def test_what_a_device_has_computed_is_waited_for_where_it_is_read(recorder):
-    """From a batch that came by a copy that need not wait."""
-    there = torch.empty(SHAPE, device=DEVICE)
-    there.copy_(torch.randn(SHAPE), non_blocking=True)
-    assert there.tolist() and (there * 2).sum().item()
-    assert recorder.conflicts == []
-
-
 SNAPSHOTS = {
     "to, copy=True": lambda p: p.to("cpu", copy=True),
     "to another dtype": lambda p: p.to("cpu", torch.float64),
@@ -137,29 +127,6 @@ def test_a_thread_saves_what_a_blocking_copy_has_made(recorder, tmp_path, snapsh
     assert recorder.conflicts == []
 
 
-HOME = {
-    "to, copy=True": lambda tensor: tensor.to("cpu", copy=True),
-    "empty, copy_": lambda tensor: torch.empty(tensor.shape).copy_(tensor),
-}
-
-
-@pytest.mark.parametrize("copy_home", HOME.values(), ids=HOME.keys())
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_thread_copies_home_what_was_queued_before_it_was_told(recorder, copy_home, goes_on):
-    """Blocking, in no stream of its own: in turn with the default stream, as on a device."""
-    weight = torch.zeros(SHAPE, device=DEVICE) + 1
-    cloned = weight.clone()
-    given = weight if goes_on else cloned
-    thread = threading.Thread(target=copy_home, args=(given,))
-    thread.start()
-    if goes_on:
-        weight.add_(1)
-    thread.join()
-    del cloned, given
-    assert (weight.clone() + 1).numel() == 32
-    assert bool(recorder.conflicts) is goes_on, recorder.conflicts
-
-
 @pytest.mark.parametrize("by", ["thread", "pool"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_thread_that_saves_what_goes_on_to_change_is_found(recorder, tmp_path, by):
@@ -175,45 +142,3 @@ def test_a_thread_that_saves_what_goes_on_to_change_is_found(recorder, tmp_path,
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     assert recorder.conflicts
-
-
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_stager_that_blocks_copies_in_turn(recorder, tmp_path, waits):
-    model = nn.Linear(8, 8, device=DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stager = DefaultStager(StagingOptions(False, False, True, False))
-    uploads = []
-    for step in range(3):
-        model(torch.randn(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for upload in uploads:
-            upload.result()
-        state = {"model": model.state_dict()}
-        begun = dcp.async_save(state, checkpoint_id=tmp_path / f"{step}", async_stager=stager)
-        if waits:
-            begun.staging_completion.result()
-        uploads = [begun.upload_completion]
-    uploads[0].result()
-    stager.close()
-    assert bool(recorder.conflicts) is not waits, recorder.conflicts
-
-
-@pytest.mark.parametrize(
-    ("text", "blocks"),
-    [
-        ("DefaultStager(StagingOptions(False, False, True, False))", True),
-        ("DefaultStager(StagingOptions(use_non_blocking_copy=False))", True),
-        ("DefaultStager(StagingOptions(use_non_blocking_copy=gpu))", False),
-        ("DefaultStager(StagingOptions())", False),
-        (
-            "DefaultStager(StagingOptions(False, False, True, False)) if cpu else DefaultStager()",
-            False,
-        ),
-    ],
-)
-def test_a_stager_is_judged_as_it_behaves_with_an_accelerator(tmp_path, text, blocks):
-    file = tmp_path / "script.py"
-    file.write_text(text)
-    assert always_blocks(str(file)) is blocks

@@ -7,7 +7,6 @@ import pytest
 from written_recipes import write
 
 from rankproof.__main__ import main
-from rankproof.recipe import RecipeError
 from rankproof.run import run
 
 STARTS_BY_RELATIVE_IMPORT = """
@@ -51,41 +50,6 @@ def test_a_package_is_run_by_its_main(project) -> None:
     assert [f.text for f in report.failures] == ["AssertionError: the main of the package ran"]
 
 
-def test_what_lies_beside_a_module_is_not_imported_without_its_package(project) -> None:
-    write(project / "package", "alone.py", "import parts\n")
-    report = run(project, 1, module="package.alone", launcher="warm")
-    assert [f.text for f in report.failures] == ["ModuleNotFoundError: No module named 'parts'"]
-
-
-def test_a_module_starts_its_ranks_itself(project) -> None:
-    text = """
-        import torch.multiprocessing as mp
-        from .parts import double
-
-        def work(rank):
-            assert double(rank) == 2 * rank and __name__ == "__mp_main__"
-
-        if __name__ == "__main__":
-            mp.spawn(work, nprocs=2)
-        """
-    write(project / "package", "spawns.py", text)
-    report = run(project, 2, module="package.spawns", launcher="auto")
-    assert (report.launcher, report.verdict) == ("python", "passed"), report.describe()
-
-
 def test_a_file_that_imports_by_its_package_is_told_of_the_option(project) -> None:
     report = run(project / "package" / "train.py", 1, launcher="warm", args=("3",))
     assert report.failures[0].hint == f"it is part of a package: in {project}, -m package.train"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("package.missing", "no module package.missing in "),
-        ("package", "package is a package without a __main__.py"),
-        ("package/train.py", "-m takes a module's name"),
-    ],
-)
-def test_a_module_that_is_not_there_is_refused(project, name: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        run(project, 1, module=name)

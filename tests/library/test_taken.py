@@ -1,8 +1,4 @@
-"""The library as readers take it: the wheel, and its folder under a name of their own.
-
-Nothing of this checkout is on the path: only what was taken. A stock model is trained on two ranks,
-saved, killed and resumed.
-"""
+"""The library as readers take it: the wheel, and its folder under a name of their own."""
 
 import os
 import re
@@ -13,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from site_wheel import build_wheel, copy_source
+from site_wheel import build_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "tests" / "data" / "library_job.py"
@@ -65,19 +61,6 @@ def losses(package: str, taken: Path, root: Path, *more: object, killed: bool = 
     assert (done.returncode != 0) == killed, done.stdout + done.stderr
     found = re.findall(r"rank (\d) step (\d+) (-?0x[0-9a-f.]+p[+-]\d+)", done.stdout)
     return {(int(rank), int(step)): loss for rank, step, loss in found}
-
-
-def test_a_module_that_is_gone_is_not_in_the_next_wheel(tmp_path: Path) -> None:
-    """A build keeps its copies in ``build``, and takes all that is there."""
-    source = tmp_path / "source"
-    source.mkdir()
-    copy_source(source)
-    gone = source / "overlap_recipes" / "gone.py"
-    gone.touch()
-    for is_there in (True, False):
-        with zipfile.ZipFile(built(source, tmp_path)) as files:
-            assert ("overlap_recipes/gone.py" in files.namelist()) == is_there
-        gone.unlink(missing_ok=True)
 
 
 def test_the_wheel_is_small_and_has_the_library_alone(wheel: Path) -> None:

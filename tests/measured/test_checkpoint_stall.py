@@ -6,12 +6,10 @@ import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import measuring
-from benchmarks.checkpoint_stall import LEAD, Case, Measurement, Window, usual_steps
+from benchmarks.checkpoint_stall import LEAD, Window, usual_steps
 from benchmarks.checkpoint_ways import Save, differences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,17 +86,6 @@ def test_a_step_is_compared_with_the_windows_around_it() -> None:
     assert usual_steps(rounds, 2, own=False) == pytest.approx([2.0] * 4)
 
 
-def test_a_step_is_compared_with_steps_at_its_place() -> None:
-    usual = [9.0, 1.1, 0.9, 1.0]
-    assert usual_steps([usual, usual, usual], 1) == pytest.approx(usual)
-    steps = [*usual, 1.0, 1.0, 1.0, 1.0]
-    found = Window(list(accumulate(steps, initial=0.0)), Save(Path(), 10.2, 10.2, 10.3, 14.5))
-    times = found.times(usual)
-    assert times["staging_cost_s"] == pytest.approx(0.0)
-    assert times["cost_s"] == pytest.approx(0.0)
-    assert times["upload_slowdown"] == pytest.approx(1.0)
-
-
 def test_a_checkpoint_that_lacks_a_leaf_or_a_bit_is_not_the_same() -> None:
     import torch
 
@@ -107,25 +94,6 @@ def test_a_checkpoint_that_lacks_a_leaf_or_a_bit_is_not_the_same() -> None:
     assert differences(expected, {"/w": torch.tensor([0.0, 0, 0, 1]), "/step": 3}) == (True, 0.25)
     assert differences(expected, {"/w": torch.tensor([0.0, 0, 0, -0.0]), "/step": 3})[0]
     assert differences(expected, {"/w": torch.zeros(4), "/step": 2})[0]
-
-
-def test_a_probe_of_the_storage_changes_no_rate_of_another_run(monkeypatch) -> None:
-    """Rows of a file can be of several machines, each with its own storage."""
-    written = {"storage": "memory", "write_bytes_per_s": 7.0}
-    earlier, unrated = written | {"storage_bytes_per_s": 9.0}, written | {"name": "unrated"}
-    others = [{"storage": "memory", "name": "none"}, written | {"storage": "disk"}]
-    added: list[dict] = []
-    results = SimpleNamespace(present=lambda: [earlier, unrated, *others], add=added.append)
-    size = SimpleNamespace(probe_bytes=1)
-    training = SimpleNamespace(prepare=lambda _: None, case=Case(), size=size, agreement=None)
-    training.new_directory = None
-    measurement = SimpleNamespace(training=training, results=results, storage={})
-    measurement.head = {"workload": {}}
-    monkeypatch.setattr(measuring, "storage_rates", lambda *_: {1: 8.0, 2: 10.0})
-    monkeypatch.setattr(measuring, "tell", lambda _: None)
-    Measurement.probe(measurement, Case(storage="memory"))
-    assert added == [unrated | {"storage_bytes_per_s": 10.0}]
-    assert measurement.storage == {"memory": 10.0}
 
 
 def test_a_stock_loop_is_measured_on_a_cpu(tmp_path: Path) -> None:

@@ -1,8 +1,4 @@
-"""No table, card or line leaves out a measured peer that beats ours: pages against raw rows.
-
-The pages' directives are rendered by themselves, over the rows of this repository. What each has to
-show is told from the result files alone, by the lists below.
-"""
+"""No table, card or line leaves out a measured peer that beats ours: pages against raw rows."""
 
 import json
 import re

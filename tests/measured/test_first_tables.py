@@ -1,6 +1,5 @@
 """The first tables show rows of one kind of machine that are not outdated, and nothing else."""
 
-import json
 import re
 
 from results_site import (
@@ -13,7 +12,7 @@ from results_site import (
 )
 
 from benchmarks import first_tables
-from benchmarks.first_tables import FirstTable, first_table, runs_of_recipes
+from benchmarks.first_tables import FirstTable, first_table
 
 PAGE = ".. first-table:: checkpoint_stall"
 
@@ -69,16 +68,6 @@ def test_a_headline_within_the_interval_of_none_is_below_the_noise(repo):
     assert texts(first_table("checkpoint_stall", repo), "async_save") == ["51.0 ms"]
 
 
-def test_a_table_comes_from_one_file_the_latest_that_is_not_outdated(repo):
-    measure(repo, ranks=2, date="2026-01-02")
-    measure(repo, ranks=4, date="2026-01-03")
-    assert first_table("checkpoint_stall", repo).origin.startswith("4 × ")
-    old = row("async_save", 3.8) | {"version": "0.1.0"}
-    measure(repo, ranks=4, date="2026-01-03", rows=[old])
-    change_cost(repo, "checkpoint_stall", "0.2.0")
-    assert first_table("checkpoint_stall", repo).origin.startswith("2 × ")
-
-
 def test_a_first_table_says_where_a_peer_is_ahead_and_needs_one_column_of_it(repo):
     step = {"ours": False, "samples": {}} | OF_TODAY
     rows = [
@@ -94,33 +83,6 @@ def test_a_first_table_says_where_a_peer_is_ahead_and_needs_one_column_of_it(rep
     assert [cell.is_best for cell in table.cells["streamed"]] == [True, False, True]
     html, warnings = render(repo, ".. first-table:: offload_step")
     assert warnings == "" and "A peer is ahead of streamed at 2,048 tokens a step (a_peer)." in html
-
-
-def test_a_sentence_on_the_landing_page_disappears_when_its_row_is_outdated(repo):
-    measure(repo, rows=[row("async_save", 3.8) | {"model": "m"}])
-    page = ".. result-gain:: checkpoint_stall\n   :rows: async_save\n   :field: staging_cost_s\n"
-    page += "\n   What that is.\n"
-    html = render(repo, page)[0]
-    assert "3.80 s" in html and "What that is." in html
-    change_cost(repo, "checkpoint_stall: async_save")
-    html = render(repo, page)[0]
-    assert "3.80 s" not in html and "What that is." not in html
-
-
-def test_a_run_of_the_recipes_says_what_failed_and_of_which_versions_it_was(repo):
-    recipes = {}
-    for name, ok, version in (
-        ("async_save", True, {"version": "before 0.2.1", "commit": None}),
-        ("pinned_staging", False, OF_TODAY),
-        ("load", True, OF_TODAY),
-    ):
-        recipes[name] = {**version, "ok": ok, "date": "2026-01-02", "failures": []}
-    record = {"2.9.1": {"ranks": 2, "recipes": recipes}}
-    (repo / "guide" / "versions.json").write_text(json.dumps(record))
-    (run,) = runs_of_recipes(repo)
-    assert (run.where, run.torch, run.passed, run.recipes) == ("CPU, 2 ranks", "2.9.1", 2, 3)
-    assert run.failed == ["pinned_staging"]
-    assert run.codes == ["2 of 0.2.1 (abc)", "1 of before 0.2.1"]
 
 
 def test_readmes_figures_are_those_of_the_rows_with_pytorch_and_peers():

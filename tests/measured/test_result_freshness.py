@@ -1,15 +1,10 @@
 """A row is outdated when the changelog has a change of its cost since, and only then."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from results_site import (
-    OF_TODAY,
-    REPO,
     STALE,
     change_cost,
     lint,
@@ -18,7 +13,7 @@ from results_site import (
     row,
 )
 
-from benchmarks import code_versions, result_files
+from benchmarks import result_files
 from benchmarks.code_versions import BEFORE_VERSIONS, ChangelogError, cost_changes
 
 
@@ -98,34 +93,3 @@ def test_a_row_says_which_version_and_commit_it_is_of(repo):
         path.write_text(json.dumps(data))
         with pytest.raises(result_files.ResultError, match=says):
             result_files.load(path)
-
-
-def test_the_commit_of_today_is_gits_or_said_and_never_guessed(monkeypatch, tmp_path):
-    monkeypatch.delenv("MEASURED_COMMIT", raising=False)
-    commands = [
-        ("git", "init", "-q"),
-        ("git", "add", "."),
-        ("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "first"),
-    ]
-    (tmp_path / "overlap_recipes").mkdir()
-    version = tmp_path / "overlap_recipes" / "version.py"
-    version.write_text('__version__ = "1.2.3"\n')
-    monkeypatch.setattr(code_versions, "ROOT", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(RuntimeError, match="set MEASURED_COMMIT"):
-        code_versions.code_of_today()
-    for command in commands:
-        subprocess.run(command, cwd=tmp_path, check=True)
-    clean = code_versions.code_of_today()
-    assert clean["version"] == "1.2.3" and len(clean["commit"]) == 10
-    version.write_text('__version__ = "1.2.4"\n')
-    assert code_versions.code_of_today()["commit"] == clean["commit"] + "+", "with edits"
-    monkeypatch.setenv("MEASURED_COMMIT", "abc")
-    assert code_versions.code_of_today() == {"version": "1.2.4", "commit": "abc"}
-
-
-def test_the_versions_of_rows_need_no_torch():
-    program = "import sys, benchmarks.code_versions; sys.exit('torch' in sys.modules)"
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
-    assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == 0
-    assert OF_TODAY.keys() == {"version", "commit"}

@@ -1,10 +1,9 @@
 """The loops of the benchmarks read from the device as often as they say."""
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.workloads import LLAMAS, StockLoop, llama, shard
+from benchmarks.workloads import StockLoop, llama, shard
 
 LENGTH = 16  # tokens
 
@@ -40,25 +39,3 @@ def test_both_loops_train_the_same_weights(one_rank) -> None:
             loop.step()
     reading, free = ([p.full_tensor() for p in loop.parameters] for loop in loops)
     assert all(torch.equal(a, b) for a, b in zip(reading, free, strict=True))
-
-
-def test_the_rate_changes_in_every_step_and_the_tied_head_is_one_parameter(one_rank) -> None:
-    loop = tiny()
-    rates = []
-    for _ in range(3):
-        loop.step()
-        rates += loop.schedule.get_last_lr()
-    assert len(set(rates)) == 3
-    assert loop.model.lm_head.weight is loop.model.model.embed_tokens.weight
-    assert all(p.dtype == torch.float32 for p in loop.parameters)
-
-
-@pytest.mark.parametrize(
-    ("name", "vocabulary", "billions"),
-    [("llama-1b", 128_256, 1.24), ("llama-1b", None, 1.04), ("llama-8b-blocks", None, 2.88)],
-)
-def test_sizes(name, vocabulary, billions) -> None:
-    with torch.device("meta"):
-        model = llama(name, "meta", vocabulary=vocabulary)
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
-    assert len(model.model.layers) == LLAMAS[name].layers

@@ -1,12 +1,13 @@
 """What tests of several files here take: one thread, and recipes that can be imported."""
 
 import gc
+import importlib
 import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
-from loaded_recipes import RECIPES, load
+from selection import RECIPES
 
 from overlap_recipes.offload import activations
 
@@ -28,23 +29,23 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.syspath_prepend(str(RECIPES / "offload"))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
 @pytest.fixture
-def streams(tmp_path, importable):
-    return load(tmp_path, "three_streams")
+def streams(importable):
+    return importlib.import_module("three_streams")
 
 
 @pytest.fixture
-def streaming(tmp_path, importable):
-    return load(tmp_path, "weight_streaming")
+def streaming(importable):
+    return importlib.import_module("weight_streaming")
 
 
 @pytest.fixture
-def scratch(tmp_path, importable):
-    return load(tmp_path, "activation_offload")
+def scratch(importable):
+    return importlib.import_module("activation_offload")
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""A stock Qwen3, streamed, that saves beside training, is killed there, and resumes.
-
-python streamed_run.py FOLDER MOMENTS    # saves step 2, and is killed in step 4
-"""
+"""A stock Qwen3, streamed, that saves beside training, is killed there, and resumes."""
 
 import os
 import signal

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from overlap_recipes.offload import HostAdamW, check_first_step, stream_layers
+from overlap_recipes.offload import HostAdamW, stream_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,19 +71,6 @@ def test_backward_may_be_told_its_inputs(backward, in_backward):
             optimizer.zero_grad()
 
     trained_alike(train, in_backward=in_backward)
-
-
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_backward_may_be_told_its_inputs_for_an_optimizer_of_torch(backward):
-    resident, model = mlp(), mlp()
-    with stream_layers(model, [model[0], model[2]], "cpu"):
-        for each in (resident, model):
-            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-            for step in range(STEPS):
-                backward(each, loss_of(each, step))
-                optimizer.step()
-                optimizer.zero_grad()
-    assert same(model, resident)
 
 
 def test_the_gradient_of_an_input_alone_trains_no_layer():
@@ -280,33 +267,6 @@ def test_what_layers_share_changes_once_a_forward():
     assert model[0].keeps.calls == 3
 
 
-class Counted(nn.Sequential):
-    """A model that counts, outside of its layers as well."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__(*layers)
-        self.meter = Meter()
-        self.seen = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(len(x))
-        return super().forward(x) * self.meter.next()
-
-
-@pytest.mark.parametrize("kind", KEPT)
-def test_a_check_leaves_what_modules_keep_as_it_was(kind):
-    model = Counted(*layers_that_keep(kind))
-    resident = deepcopy(model)
-    seen = model.seen
-    kept = [layer.keeps for layer in model]
-    with stream_layers(model, list(model), "cpu") as streamed:
-        assert check_first_step(streamed, lambda: loss_of(model, 0))
-        assert model.seen is seen and model.seen == [] and model.meter.calls == 0
-        for layer, was in zip(model, kept, strict=True):
-            assert layer.keeps is was or kind == "count"
-        assert torch.equal(loss_of(model, 0), loss_of(resident, 0))
-
-
 class FailsOnce(nn.Linear):
     fails = False
 
@@ -338,25 +298,3 @@ def test_after_a_layer_that_failed_in_backward_the_loop_goes_on():
         return model
 
     trained_alike(train, make)
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_another_default_device_has_no_part_in_it(in_backward):
-    """``meta`` plays it: what lands there by mistake has no numbers."""
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for step in range(STEPS):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    resident, model = mlp(), mlp()
-    train(resident, torch.optim.AdamW(resident.parameters(), fused=True, **SETTINGS))
-    inputs = [batch(step) for step in range(STEPS)]
-    with torch.device("meta"), stream_layers(model, [model[0], model[2]], "cpu") as streamed:
-        options = SETTINGS | {"in_backward": in_backward}
-        with HostAdamW(model.parameters(), streamed, **options) as optimizer:
-            for x in inputs:
-                model(x).square().mean().backward()
-                optimizer.step()
-    assert same(model, resident)

@@ -1,6 +1,5 @@
 """Weights that a program changes where PyTorch counts nothing; copies; errors that name a layer."""
 
-import pickle
 import threading
 from contextlib import closing, nullcontext
 
@@ -104,26 +103,6 @@ def test_errors_of_layers_name_the_layer_in_forward_and_in_backward():
             with pytest.raises(MemoryError) as failed:
                 train(model)
             assert f"layer {layer} (Failing)" in failed.value.__notes__[0]
-
-
-def test_a_streamed_model_is_not_pickled():
-    model = Loop(linear, one_after_the_other)
-    with closing(StreamedModel(model, model.layers, CPU)) as streamed:
-        for what in (streamed, model):
-            with pytest.raises(TypeError, match=r"state_dict\(\)"):
-                pickle.dumps(what)
-
-
-def test_updates_run_where_the_library_is_there_without_its_source(monkeypatch):
-    """TorchScript reads it; from .pyc files alone it was an error."""
-
-    def script(function):
-        raise OSError("could not get source code")
-
-    monkeypatch.setattr(torch.jit, "script", script)
-    with pytest.warns(UserWarning, match="without its source"):
-        function = adam_in_pieces.without_lock(adam_in_pieces.update_pieces)
-    assert function is adam_in_pieces.update_pieces
 
 
 class Half(nn.Linear):

@@ -153,50 +153,7 @@ def test_what_others_take_while_memory_is_locked_counts(leaves, monkeypatch):
     assert len(touched) == 2
 
 
-def played(monkeypatch, reports: list) -> None:
-    """Ranks that report these: bytes, and rooms that they take them from."""
-    monkeypatch.setattr(host_memory, "on_all_ranks", lambda look, group: reports)
-
-
 HERE = host_memory.Room("the host", ("a",), 100)
-THERE = host_memory.Room("the host", ("b",), 100)
-LIMIT = host_memory.Room("the cgroup", ("a", 1), 70)
-
-
-@pytest.mark.parametrize(
-    ("reports", "words"),
-    [
-        ([(60, [HERE]), (60, [HERE])], "2 ranks.* of the host"),
-        ([(60, [HERE]), (60, [THERE])], None),
-        ([(60, [HERE, LIMIT]), (40, [HERE])], None),
-        ([(50, [HERE, LIMIT]), (30, [HERE, LIMIT])], "2 ranks.* of the cgroup"),
-        ([(101, [HERE]), (0, [THERE])], "of the host"),
-        ([(60, [HERE._replace(free=130)]), (60, [HERE])], "2 ranks"),
-        ([(60, []), (60, [])], None),
-    ],
-)
-def test_ranks_are_added_up_by_the_memory_that_they_share(monkeypatch, reports, words):
-    played(monkeypatch, reports)
-    if words is None:
-        host_memory.refuse_more_than_free(lambda: 0, "these", "free some")
-        return
-    with pytest.raises(RuntimeError, match=words):
-        host_memory.refuse_more_than_free(lambda: 0, "these", "free some")
-
-
-class Chip:
-    def __init__(self, **properties) -> None:
-        vars(self).update(properties)
-
-
-@pytest.mark.parametrize(
-    ("properties", "is_shared"),
-    [({"is_integrated": 1}, True), ({"is_integrated": 0}, False), ({}, False)],
-)
-def test_a_device_that_shares_the_hosts_memory_is_known(monkeypatch, properties, is_shared):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Chip(**properties))
-    assert host_memory.is_shared_with(torch.device("cuda")) is is_shared
-    assert host_memory.is_shared_with(torch.device("cpu")) is False
 
 
 def test_a_device_that_shares_the_hosts_memory_is_refused(monkeypatch):

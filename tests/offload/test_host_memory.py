@@ -5,40 +5,13 @@ import gc
 import pytest
 import torch
 from host_training import CPU, linear
-from torch import nn
 
-from overlap_recipes.offload.host_layers import ALIGNMENT, HostBuffer, HostLayer, move_to_host
+from overlap_recipes.offload.host_layers import HostBuffer, move_to_host
 from overlap_recipes.offload.weight_streaming import StreamedLayers
 
 CUDA = torch.device("cuda")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def test_host_memory_is_the_sum_of_the_tensors_aligned():
-    layer = HostLayer(nn.Linear(1000, 1000), CPU)
-    assert layer.weights[0].flat.numel() == -(-1_000_000 // ALIGNMENT) * ALIGNMENT + 1024
-    assert layer.gradients[0].flat.numel() == layer.weights[0].flat.numel()
-    assert all(view.data_ptr() % 512 == 0 for view in layer.weights[0].views.values())
-
-
-def test_frozen_parameters_and_other_dtypes_have_buffers_of_their_own():
-    module = linear(8, 8, 8)
-    module[0].requires_grad_(False).bfloat16()
-    layer = HostLayer(module, CPU)
-    assert [buffer.flat.dtype for buffer in layer.weights] == [torch.float32, torch.bfloat16]
-    assert list(layer.gradients[0].views) == ["1.weight", "1.bias"] == list(layer.trained)
-
-
-def test_a_generator_is_taken_layer_by_layer():
-    def layers():
-        first = linear(8, 8)
-        yield first
-        moved = first[0].weight.untyped_storage()
-        assert moved.nbytes() > first[0].weight.nbytes, "the first layer has not been moved yet"
-        yield linear(8, 8)
-
-    assert len(move_to_host(layers(), CPU)) == 2
 
 
 @pytest.mark.parametrize("current", [0, 2])

@@ -47,23 +47,6 @@ def test_a_stock_loop_in_two_blocks_has_the_resident_runs_bits(in_backward, budg
     assert "forward" not in vars(layers[LAYERS - 1])
 
 
-def test_a_second_optimizer_may_follow_the_first():
-    models = llama(), llama()
-    plain = [torch.optim.AdamW(models[0].parameters(), lr=RATE, fused=True) for _ in range(2)]
-    model = models[1]
-    with stream_layers(model, model.model.layers, CPU) as streamed:
-        for ordinary in plain:
-            with HostAdamW(model.parameters(), streamed, lr=RATE) as optimizer:
-                for step in range(2):
-                    for each, steps in zip(models, (ordinary, optimizer), strict=True):
-                        each(**batch(step)).loss.backward()
-                        steps.step()
-                        steps.zero_grad()
-            assert same(*models)
-            with pytest.raises(RuntimeError, match="this optimizer has ended"):
-                optimizer.step()
-
-
 def held_back(optimizer: HostAdamW) -> None:
     """Let the threads begin their updates when they are waited for, no earlier."""
     start = optimizer.host.start
@@ -137,13 +120,3 @@ def test_what_an_update_raises_is_raised_by_the_end_of_the_block():
     with pytest.raises(TypeError):
         failing_step(model)
     assert "forward" not in vars(model.model.layers[0])
-
-
-def test_the_optimizer_keeps_no_hook_of_a_model_behind_its_block():
-    model = llama()
-    with (
-        stream_layers(model, model.model.layers, CPU) as streamed,
-        HostAdamW(model.parameters(), streamed),
-    ):
-        pass
-    assert not any(module._load_state_dict_post_hooks for module in model.modules())

@@ -234,24 +234,6 @@ def test_random_numbers_of_numpy_and_of_a_generator_that_is_given_are_drawn_agai
         assert same(found, resident)
 
 
-def test_random_numbers_that_a_layer_does_not_draw_are_left_alone():
-    """Another thread draws them, for data: what it drew beside backward was to be drawn again."""
-    drawn = []
-
-    class Waiting(Toy):
-        """Draws none; in its second run another thread does."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if torch._C._current_graph_task_id() != -1:
-                drawn.append((random.random(), numpy.random.rand()))
-            return super().forward(x)
-
-    model = Loop(Waiting, one_after_the_other)
-    with closing(StreamedModel(model, model.layers, CPU)):
-        gradients(model)
-    assert len(set(drawn)) == len(drawn) == 3
-
-
 def test_context_variables_are_those_of_forward():
     """On a GPU autograd has a thread of its own, in which none was set."""
     scale = ContextVar("scale", default=1.0)
@@ -296,20 +278,6 @@ def test_attributes_of_an_object_that_is_given_are_those_of_forward():
     *ours, resident = of_all_and_resident(Loop(Placed, run), gradients)
     for found in ours:
         assert same(found, resident)
-
-
-def test_a_layer_may_differentiate_by_its_input_in_forward():
-    """It was refused: its weights looked changed while it ran."""
-
-    class Descending(Toy):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            energy = super().forward(x).square().sum()
-            (slope,) = torch.autograd.grad(energy, x, create_graph=True)
-            return x - 0.1 * slope
-
-    *ours, resident = of_all_and_resident(Loop(Descending, one_after_the_other), gradients)
-    for found in ours:
-        assert close(found, resident)
 
 
 def test_a_layer_that_calls_backward_in_its_forward_is_refused():

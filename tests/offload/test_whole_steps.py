@@ -305,24 +305,6 @@ def test_what_stays_on_the_device_may_be_released_later():
         assert optimizer.state[weight]["step"] == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_budget_is_what_layers_and_their_state_take(dtype):
-    """A weight in fp32 is its own master: it was counted twice, and too few layers stayed."""
-    model = llama(dtype)
-    layer = model.model.layers[0]
-    streamed = streamed_of(model, budget=resident_bytes(layer))
-    with closing(whole(model, streamed)) as optimizer:
-        model(**batch(0)).loss.backward()
-        storages = {}
-        for parameter in layer.parameters():
-            state = optimizer.state[parameter]
-            for tensor in (parameter, parameter.grad, *state.values()):
-                if tensor is not state["step"]:  # a number
-                    storages[tensor.data_ptr()] = tensor.nbytes
-        assert streamed.resident_below == 1
-        assert sum(storages.values()) == resident_bytes(layer)
-
-
 @pytest.mark.parametrize(("kind", "budget_layers"), [("streamed", 0), ("whole", 2)])
 def test_one_autocast_around_all_steps_casts_the_weights_of_now(kind, budget_layers):
     """Its cache kept casts of the head of the first step, and of layers on the device."""
@@ -351,18 +333,3 @@ def test_one_autocast_around_all_steps_casts_the_weights_of_now(kind, budget_lay
                         found.append(model(**inputs).logits)
             found.append([p.clone() for p in model.parameters()])
     assert torch.equal(found[0], found[2]) and all(map(torch.equal, found[1], found[3]))
-
-
-def test_the_default_dtype_has_no_effect():
-    model, resident = llama(torch.bfloat16), llama(torch.bfloat16)
-    reference = Resident(resident)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with closing(whole(model, streamed := streamed_of(model))) as optimizer:
-            model(**batch(0)).loss.backward()
-            optimizer.step()
-            streamed.wait()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    reference.step(resident(**batch(0)).loss)
-    assert same(model, resident)

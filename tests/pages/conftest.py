@@ -1,14 +1,13 @@
 """Built pages to test: the real ones, and a small site of recipes made for the tests."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from small_site import BAD, HELLO, HELLO_CONTROLS, NO_CONTROLS, RAISES, ROOT, Site
+from small_site import HELLO, HELLO_CONTROLS, NO_CONTROLS, RAISES, ROOT, Site
 
 
 @pytest.fixture
@@ -44,13 +43,7 @@ def toy_site(shared: Path) -> Site:
         site.recipe("blind", HELLO, HELLO_CONTROLS.replace('"rank < 0"', '"rank > -1"'))
         site.recipe("misfit", HELLO, HELLO_CONTROLS.replace("rank >= 0", "rank >= 1"))
         site.recipe("silent", NO_CONTROLS, HELLO_CONTROLS)
-        for name in BAD:
-            source = (ROOT / f"tests/data/bad/{name}.py").read_text(encoding="utf-8")
-            title = f"It {name.replace('_', ' ')}"
-            docstring = f'"""\n{title}\n{"=" * len(title)}\n\nA bad one.\n"""'
-            site.recipe(name, re.sub(r'^""".*?"""', docstring, source, flags=re.DOTALL))
         site.recipe("raises", RAISES)
-        site.write("tests/controls/hangs.toml", "deadline_s = 2")
         built = site.build("-D", "rank_launcher=warm")
         assert built.returncode != 0
         site.log = built.stderr

@@ -1,47 +1,25 @@
-"""What people type, and what they must find.
+"""What people type, and what they must find: a symptom's page first, a question's among three."""
 
-Who has met a symptom: the page and heading that come first. Who has a question in words of their
-own: a page among the first three.
-"""
-
-SEARCHES = [
-    ("writer process holds GPU memory", "guide/symptoms_memory", "by CUDA IPC"),
-    ("CUDA IPC cache", "guide/symptoms_memory", "by CUDA IPC"),
-    ("checkpoint IPC handles GPU memory", "guide/symptoms_memory", "by CUDA IPC"),
-    ("later saves repeat the first save", "guide/symptoms_wrong", "Later checkpoints repeat"),
-    ("async save writes stale weights", "guide/symptoms_wrong", "Later checkpoints repeat"),
-    ("ckpt_assume_constant_structure first save", "guide/symptoms_wrong", "Later checkpoints"),
-    ("adapter saved with 1/N of its rows", "guide/symptoms_wrong", "1/N of its rows"),
-    ("adapter rows", "guide/symptoms_wrong", "1/N of its rows"),
-    ("lora_B zeros FSDP2", "guide/symptoms_wrong", "1/N of its rows"),
-    ("FSDP2 load half an hour", "guide/symptoms_slow", "takes half an hour"),
-    ("fsdp_cpu_ram_efficient_loading slow", "guide/symptoms_slow", "takes half an hour"),
-    ("loading weights is slow with FSDP2", "guide/symptoms_slow", "takes half an hour"),
-    ("out of memory on resume only", "guide/symptoms_memory", "only when the job resumes"),
-    ("OOM resume checkpoint", "guide/symptoms_memory", "only when the job resumes"),
-    ("CUDA out of memory empty card", "guide/symptoms_memory", "almost empty"),
-    ("pinned memory ran out", "guide/symptoms_memory", "almost empty"),
-    ("respect_saved_tensors_hooks", "guide/symptoms_sharding", "saved-tensor hooks"),
-    ("selective checkpointing saved-tensor hooks", "guide/symptoms_sharding", "saved-tensor hooks"),
-    ("did my gather use a copy engine", "guide/symptoms_sharding", "kernel of two CTAs"),
-    ("copy engine or two-CTA kernel", "guide/symptoms_sharding", "kernel of two CTAs"),
-    ("zero-CTA all-gather falls back", "guide/symptoms_sharding", "kernel of two CTAs"),
-    ("gradient accumulation memory FSDP2", "guide/symptoms_memory", "Gradient accumulation"),
-    ("gradient accumulation communication", "guide/symptoms_sharding", "saves no communication"),
-    ("mixed gradient dtypes", "guide/symptoms_sharding", "uniform gradient dtype"),
-    ("uniform gradient dtype", "guide/symptoms_sharding", "uniform gradient dtype"),
-    ("torch 2.15 checkpoint older torch", "guide/symptoms_loads", "too many values to unpack"),
-    ("too many values to unpack", "guide/symptoms_loads", "too many values to unpack"),
-    ("finished job trains another epoch", "guide/symptoms_loads", "trains another epoch"),
-    ("StatefulDataLoader another epoch", "guide/symptoms_loads", "trains another epoch"),
-    ("slow recovery after a fault", "guide/symptoms_loads", "fifteen minutes"),
-    ("recovery fifteen minutes", "guide/symptoms_loads", "fifteen minutes"),
-    ("torchft recovery", "guide/symptoms_loads", "fifteen minutes"),
-    ("expert without tokens", "guide/symptoms_sharding", "expert without tokens"),
-    ("CompanionMismatch", "guide/symptoms_saves", "CompanionMismatch"),
-    ("what to use when", "guide/what_to_use", "What to use when"),
+FIRST_OF_ALL = [
+    ("writer process holds GPU memory", "guide/symptoms_memory"),
+    ("later saves repeat the first save", "guide/symptoms_wrong"),
+    ("async save writes stale weights", "guide/symptoms_wrong"),
+    ("adapter saved with 1/N of its rows", "guide/symptoms_wrong"),
+    ("loading weights is slow with FSDP2", "guide/symptoms_slow"),
+    ("out of memory on resume only", "guide/symptoms_memory"),
+    ("CUDA out of memory empty card", "guide/symptoms_memory"),
+    ("selective checkpointing saved-tensor hooks", "guide/symptoms_sharding"),
+    ("did my gather use a copy engine", "guide/symptoms_sharding"),
+    ("gradient accumulation memory FSDP2", "guide/symptoms_memory"),
+    ("gradient accumulation communication", "guide/symptoms_sharding"),
+    ("uniform gradient dtype", "guide/symptoms_sharding"),
+    ("too many values to unpack", "guide/symptoms_loads"),
+    ("StatefulDataLoader another epoch", "guide/symptoms_loads"),
+    ("recovery fifteen minutes", "guide/symptoms_loads"),
+    ("expert without tokens", "guide/symptoms_sharding"),
+    ("CompanionMismatch", "guide/symptoms_saves"),
+    ("what to use when", "guide/what_to_use"),
 ]
-
 IN_THE_FIRST_THREE = [
     ("async save slows training", "guide/symptoms_slow"),
     ("load takes forever", "recipes/checkpoint/load"),

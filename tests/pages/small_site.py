@@ -81,12 +81,6 @@ if __name__ == "__main__":
 
 NO_CONTROLS = HELLO.replace("# .. recipe-controls::\n", "")
 
-BAD = {  # of tests/data/bad
-    "raises": "a rank raised an exception",
-    "hangs": "ranks were still running at the deadline",
-    "leaves_a_process": "a process outlived the script",
-}
-
 INDEX = """
 Toys
 ====
@@ -120,11 +114,8 @@ class Site:
 
     log = ""
 
-    def __init__(self, root: Path, copy_of: "Site | None" = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        if copy_of is not None:
-            shutil.copytree(copy_of.root, root)
-            return
         root.mkdir(parents=True)
         for name in PARTS:
             source, copy = ROOT / name, root / name
@@ -152,18 +143,8 @@ class Site:
             self.write(f"tests/controls/{name}.toml", controls)
 
     def build(self, *options: str, out: str = "html", **env: str) -> subprocess.CompletedProcess:
-        doctrees = f"_build/doctrees-{out}"
-        command = [
-            "-W",
-            "--keep-going",
-            "-b",
-            "html",
-            "-d",
-            doctrees,
-            *options,
-            ".",
-            f"_build/{out}",
-        ]
+        command = ["-W", "--keep-going", "-b", "html", "-d", f"_build/doctrees-{out}"]
+        command += [*options, ".", f"_build/{out}"]
         return subprocess.run(
             [sys.executable, "-m", "sphinx", *command],
             cwd=self.root,

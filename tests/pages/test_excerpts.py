@@ -39,13 +39,3 @@ def missing(file: Path, options: dict[str, str]) -> list[str]:
 def test_what_a_page_shows_of_a_file_is_in_the_file(page: Path) -> None:
     for file, options in excerpts(page):
         assert missing(file, options) == [], f"{page.name} shows these of {file.name}"
-
-
-def test_a_renamed_function_and_a_changed_line_are_missed(tmp_path: Path) -> None:
-    page = ROOT / "recipes_source" / "checkpoint" / "saves_beside_training.py"
-    assert len(excerpts(page)) > 3, "the page's excerpts are not found"
-    module = tmp_path / "module.py"
-    module.write_text("def renamed():\n    pass\n")
-    assert missing(module, {"pyobject": "named"}) == ["named"]
-    assert missing(module, {"start-at": "def named"}) == ["def named"]
-    assert missing(module, {"pyobject": "renamed", "end-at": "pass"}) == []

@@ -1,8 +1,4 @@
-"""``ActivationOffload``: gradients of a resident run, bit by bit, whatever the host's budget.
-
-With a pool of exactly the size that is needed, and with half of it. ``logged`` is a figure whose
-graph nobody runs backward, as happens with metrics: what was loaded for it is never read.
-"""
+"""``ActivationOffload``: gradients of a resident run, bit by bit, whatever the host's budget."""
 
 from collections.abc import Iterator
 from contextlib import closing, nullcontext

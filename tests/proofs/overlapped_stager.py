@@ -1,8 +1,4 @@
-"""``Saves``: each of five saves in a row holds the bits of its own step.
-
-The model has a buffer that forward changes. Every save is staged while the next step runs, and
-loaded back at the end.
-"""
+"""``Saves``: each of five saves in a row holds the bits of its own step."""
 
 import argparse
 import tempfile

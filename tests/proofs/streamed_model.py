@@ -1,8 +1,4 @@
-"""``stream_layers``: gradients of two micro-batches have the bits of a resident copy, each step.
-
-The model is one of torch's own, between an embedding and a head that share their weight. Its layers
-have dropout and take a mask. One of them stays on the device, by a budget.
-"""
+"""``stream_layers``: gradients of two micro-batches have the bits of a resident copy, each step."""
 
 import torch
 import torch.distributed as dist

@@ -1,11 +1,4 @@
-"""Jobs that hear of a preemption otherwise than by SIGTERM, and ranks that ask unequally.
-
-``on_threads``: the loop runs on a thread, as under Ray Train, and rank 1 is told by a callback.
-``by_another_signal``: rank 0 gets SIGUSR1. ``in_evaluations``: rank 0 alone asks, before the first
-step and after others. ``of_own_optimizers``: it fits a model of its own there. ``without_hooks``:
-the job's optimizer steps without torch's. Both ranks must save the same step, and leave.
-``not_asked``: one rank handles signals, and the other does not; both must end.
-"""
+"""Jobs that hear of a preemption otherwise than by SIGTERM, and ranks that ask unequally."""
 
 import argparse
 import os

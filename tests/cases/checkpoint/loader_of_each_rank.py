@@ -1,8 +1,4 @@
-"""torchtitan#279 and #291, accelerate#4165, RLinf#1570: a loader is saved with the job.
-
-Each rank packs its own documents, so its loader is at a position of its own: after a resume each
-rank continues with its own next batch.
-"""
+"""torchtitan#279 and #291, accelerate#4165, RLinf#1570: a loader is saved with the job."""
 
 from collections.abc import Iterator
 

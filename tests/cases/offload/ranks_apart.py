@@ -117,5 +117,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     programs = {"layer_drop": layer_drop, "seeds": seeds, "gradients": gradients}
     programs |= {"small_host": small_host}
-    programs[sys.argv[1]]()
+    for name in sys.argv[1:]:
+        programs[name]()
     dist.destroy_process_group()

@@ -2,63 +2,19 @@
 
 From https://docs.pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html
 (PyTorch contributors, BSD-3-Clause). Changed: torchrun starts the ranks instead of mp.spawn, no
-port is set, the device is the one there is,
+port is set, the device is the one there is, what the three share is imported from ``basic``,
 and without an accelerator the stager leaves out the options that need one.
 """
 
 import os
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn as nn
+from basic import CHECKPOINT_DIR, DEVICE, AppState, ToyModel, cleanup, setup
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
-CHECKPOINT_DIR = "checkpoint"
 CPU_OPTIONS = StagingOptions(False, False, True, False)
-DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-class AppState(Stateful):
-    def __init__(self, model, optimizer=None):
-        self.model = model
-        self.optimizer = optimizer
-
-    def state_dict(self):
-        model_state_dict, optimizer_state_dict = get_state_dict(self.model, self.optimizer)
-        return {"model": model_state_dict, "optim": optimizer_state_dict}
-
-    def load_state_dict(self, state_dict):
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optim"],
-        )
-
-
-class ToyModel(nn.Module):
-    def __init__(self):
-        super(ToyModel, self).__init__()
-        self.net1 = nn.Linear(16, 16)
-        self.relu = nn.ReLU()
-        self.net2 = nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.net2(self.relu(self.net1(x)))
-
-
-def setup():
-    dist.init_process_group("gloo")
-    if DEVICE.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-
-
-def cleanup():
-    dist.destroy_process_group()
 
 
 def run_fsdp_checkpoint_save_example(rank, world_size):
