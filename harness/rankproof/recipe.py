@@ -175,7 +175,7 @@ class Settings:
         """The settings of the nearest file that has some, from ``path`` upwards.
 
         Raises:
-            RecipeError: a key is unknown, or the file is not valid.
+            RecipeError: a key is unknown, its ranks are no numbers, or the file is not valid.
         """
         path = Path(path).resolve()
         names = "rankproof.toml", "pyproject.toml"
@@ -186,7 +186,9 @@ class Settings:
                 table = table.get("tool", {}).get("rankproof")
             if table is not None:
                 known = {f.name for f in fields(cls)} - {"root"}
-                return cls(root=file.parent, **_checked(table, known, str(file)))
+                settings = _checked(table, known, str(file))
+                _check_ranks(settings.get("ranks", cls.ranks), file)
+                return cls(root=file.parent, **settings)
         return cls(root=path if path.is_dir() else path.parent)
 
     def load(self, path: Path) -> "Recipe":
@@ -304,6 +306,12 @@ def _checked(table: dict, known: set[str], where: str) -> dict:
     if unknown := table.keys() - known:
         raise RecipeError(f"{where}: unknown keys: {sorted(unknown)}; known: {sorted(known)}")
     return {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
+
+
+def _check_ranks(ranks: object, file: Path) -> None:
+    are_numbers = isinstance(ranks, tuple) and all(type(n) is int and n >= 1 for n in ranks)
+    if not ranks or not are_numbers:
+        raise RecipeError(f"{file}: ranks {ranks!r}: give a list of numbers of 1 or more")
 
 
 def _toml(path: Path) -> dict:

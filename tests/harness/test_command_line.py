@@ -15,6 +15,7 @@ from selection import REPO
 from written_recipes import write
 
 from rankproof.__main__ import main
+from rankproof.recipe import RecipeError, Settings
 from rankproof.report import reproduce
 
 
@@ -224,6 +225,13 @@ def test_a_script_is_judged_on_the_ranks_that_it_says_it_is_started_on(
     told = capsys.readouterr().out
     assert "hangs on 2 ranks: ran" in told and "hangs on 3 ranks: FAILED" in told
     assert command(monkeypatch, *run_it, "--ranks", "2,1") == 0
+
+
+@pytest.mark.parametrize("ranks", ["3", "[]", "[0]", "['2']"])
+def test_ranks_of_a_folder_that_are_no_numbers_are_refused(tmp_path, ranks: str) -> None:
+    write(tmp_path, "rankproof.toml", f"ranks = {ranks}\n")
+    with pytest.raises(RecipeError, match="ranks .*: give a list of numbers of 1 or more"):
+        Settings.of(tmp_path)
 
 
 def test_github_gets_each_failure_at_its_line(tmp_path, monkeypatch, capsys) -> None:
