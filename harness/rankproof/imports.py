@@ -18,6 +18,7 @@ THREAD_START = threading.Thread.start.__code__
 SCRIPT = "script"
 LIBRARY = "library"  # that the script uses
 BELOW = "below"  # torch, the standard library, the harness
+FILES_BELOW: set[str] = set()  # those seen so far: most frames of a training step are of one
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -133,10 +134,14 @@ def recipe_line() -> str:
     library = None
     frame = sys._getframe(1)
     while frame is not None:
-        owner = belongs_to(frame.f_code.co_filename)
-        if owner == SCRIPT:
-            return line_of(frame)
-        if owner == LIBRARY and library is None:
-            library = frame
+        file = frame.f_code.co_filename
+        if file not in FILES_BELOW:
+            owner = belongs_to(file)
+            if owner == SCRIPT:
+                return line_of(frame)
+            if owner == BELOW:
+                FILES_BELOW.add(file)
+            elif library is None:
+                library = frame
         frame = frame.f_back
     return line_of(library) if library else ""

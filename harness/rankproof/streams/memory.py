@@ -124,7 +124,6 @@ class Memory:
                 return region
             else:  # what it has left was given back then
                 self.storage_is_gone(region.storage)
-                self.forget(region)
         region = Region(storage, self.storage_is_gone)
         for other in self.overlapping(region.start, region.end):
             region.aliases += (other,)
@@ -143,14 +142,15 @@ class Memory:
         if region is not None:
             storage.region = None  # which refers to the reference
             self.when_freed(region)
+            self.forget(region)
 
     def overlapping(self, start: int, end: int) -> list[Region]:
         """The living regions that share an address with ``start`` to before ``end``."""
-        found: set[Region] = set()
+        found = []
         for page in pages_of(start, end):
-            for region in self.pages.get(page, ()):
-                if region.start < end and start < region.end:
-                    found.add(region)
+            for region in tuple(self.pages.get(page, ())):  # one may go meanwhile
+                if region.start < end and start < region.end and region not in found:
+                    found.append(region)
         living = []
         for region in found:
             if region.alive():
