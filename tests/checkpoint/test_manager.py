@@ -181,6 +181,9 @@ def test_a_file_system_without_locks_is_not_told_as_another_job(
         ("run", {"keep_last": 0}, "keep_last is 0"),
         ("run", {"keep_every": -1}, "keep_every is -1"),
         ("s3://", {}, "s3:// names no bucket"),
+        ("s3//bucket/run", {}, "nearly a URL"),
+        ("gs:bucket/run", {}, "nearly a URL"),
+        ("", {}, "the root is empty"),
         ("s3://me:secret@bucket/run", {}, "credentials belong into the environment"),
         ("run", {"write_threads": 0}, "write_threads is 0"),
     ],
@@ -193,6 +196,7 @@ def test_a_setting_without_a_meaning_is_refused(
     with pytest.raises(ValueError, match=message):
         CheckpointManager(root, Job().state, **settings)
     assert signal.getsignal(signal.SIGTERM) is before
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "memory://run", "file:///run"])
@@ -203,6 +207,16 @@ def test_a_url_as_a_path_is_refused_since_it_has_lost_a_slash(
     with pytest.raises(ValueError, match="give the URL as text"):
         CheckpointManager(Path(url), Job().state)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:9000", "", "http://", "ftp://host"])
+def test_an_endpoint_that_is_no_url_is_refused_by_its_variable(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(ValueError, match=f"AWS_ENDPOINT_URL={endpoint} is no URL"):
+        CheckpointManager("s3://bucket/run", Job().state)
 
 
 def test_the_state_is_a_training_state(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@
 A part that fails is sent again, ten times at most; an upload that fails is given back.
 """
 
+import os
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from obstore.fsspec import FsspecStore
 
@@ -14,6 +16,13 @@ PART = 8 << 20  # bytes of a part of an upload, unless it would have more than M
 MOST_PARTS = 10_000  # that a store takes
 CONNECTIONS = 12  # of an upload
 RETRIES = 10  # of a request
+_ENDPOINTS = (  # variables that obstore reads
+    "AWS_ENDPOINT",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AZURE_ENDPOINT",
+    "AZURE_STORAGE_ENDPOINT",
+)
 _CLIENT = {"allow_http": True, "timeout": "300s"}  # of a part: many ranks may share a slow line
 
 
@@ -21,11 +30,15 @@ class InParts(FsspecStore):
     """A file system of fsspec, with what obstore's own leaves out or makes slow.
 
     Credentials are those in the environment, or of the machine's role.
+
+    Raises:
+        ValueError: the environment names an endpoint that is no URL.
     """
 
     cachable = False  # fsspec would give each thread connections of its own
 
     def __init__(self, scheme: str) -> None:
+        _refuse_endpoints()
         super().__init__(scheme, client_options=_CLIENT, retry_config={"max_retries": RETRIES})
 
     def at(self, path: str) -> tuple:
@@ -65,3 +78,16 @@ class InParts(FsspecStore):
             for some in store.list(name):
                 names.extend(found["path"] for found in some)
         store.delete(names)
+
+
+def _refuse_endpoints() -> None:
+    """Of one without ``http://`` obstore panics, and says nothing of the variable."""
+    for name in _ENDPOINTS:
+        endpoint = os.environ.get(name)
+        if endpoint is None:
+            continue
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ValueError(
+                f"{name}={endpoint} is no URL: set it to http://host:port or https://host, or unset it"
+            )
