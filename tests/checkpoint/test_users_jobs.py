@@ -180,6 +180,24 @@ def test_a_job_that_resumes_in_a_later_pass_has_its_order(
     assert batches(tmp_path / "parted", make, 20, 0, seed=1) == whole[save_at:]
 
 
+@pytest.mark.parametrize(("save_at", "ahead"), [(8, -1), (8, 0), (8, 1), (12, -1), (12, 0), (12, 1)])
+def test_an_epoch_that_the_loop_sets_for_accelerate_is_that_of_the_save(
+    tmp_path: Path, save_at: int, ahead: int
+) -> None:
+    """As transformers' ``Trainer`` does, which counts from 0 where another resumes for it."""
+    per_pass = 6
+    batches(tmp_path, prepared, save_at, save_at, seed=0)
+    data = prepared()
+    state = TrainingState(nn.Linear(1, 1), per_rank={"data": data})
+    with CheckpointManager(tmp_path, state, grace_s=None) as own:
+        data.set_epoch(own.resume() // per_pass + ahead)
+        if ahead == 0 or (ahead > 0 and save_at % per_pass == 0):  # a pass may be left out
+            assert len(list(data)) == per_pass - save_at % per_pass
+        else:
+            with pytest.raises(ValueError, match="the loop has set epoch"):
+                next(iter(data))
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from random.sample(list(DATA), len(DATA))

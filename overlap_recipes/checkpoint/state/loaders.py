@@ -60,6 +60,7 @@ class LoaderInPass:
         self.counts: dict = {}  # with which the pass began, or will
         self.counts_of_loop: dict | None = None  # when it has asked for a pass that has not begun
         self.goes_on = False  # whether a load has given the pass that comes next
+        self.iteration: int | None = None  # of accelerate's loader, in that pass
         self.has_begun = has_begun(loader)  # whether the job has taken batches since the last load
         _warn_of_workers_that_persist(name, loader)
         listen(loader, self)
@@ -117,7 +118,7 @@ class LoaderInPass:
         """
         of_job = self._numbers()
         before = self._counts()
-        other_epochs = self.own_counts.other_epochs(of_loop, self.counts)
+        other_epochs = self._other_epochs(of_loop)
         generator = loader.generator
         try:
             if self.began is not None:
@@ -149,6 +150,15 @@ class LoaderInPass:
         elif has_ended:
             self.own_counts.write(before)
         return iterator
+
+    def _other_epochs(self, of_loop: dict) -> dict[str, int]:
+        """By how much epochs that the loop has set are ahead of those of the save."""
+        if not _is_of_accelerate(self.item):
+            return self.own_counts.other_epochs(of_loop, self.counts)
+        here = self.item.iteration  # what ``set_epoch`` has made it
+        if self.iteration in (None, here):
+            return {}
+        return {f"the loop has set epoch {here}, and it was {self.iteration}": here - self.iteration}
 
     def reset_iterator(self, reset: Callable[[], Iterator]) -> Iterator:
         """Begin another pass of an iterator whose workers persist."""
@@ -223,8 +233,9 @@ class LoaderInPass:
         self.counts = of_pass.get("counts_now" if has_ended else "counts", {})
         self.counts_of_loop = None
         self.own_counts.write(self.counts)
-        if of_pass.get("iteration") is not None:
-            self.item.iteration = of_pass["iteration"]
+        self.iteration = of_pass.get("iteration")
+        if self.iteration is not None:
+            self.item.iteration = self.iteration
         generator = self._loader.generator
         if generator is not None and of_pass.get("now") is not None:
             generator.set_state(of_pass["now"])
