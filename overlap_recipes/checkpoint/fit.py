@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..ranks import own_rank, world_size
 from .state.alike import PER_RANK, RECIPES
-from .state.contents import Contents, described, differences, spec_of
+from .state.contents import Contents, described, differences, spec_of, why_not_saved
 from .state.differing import otherwise_here
 from .state.optimizers import SavedGroup, wrong_groups
 from .state.state import NOT_LOADED, TAKEN, TrainingState
@@ -206,9 +206,12 @@ class Fit:
                 look.wrong.append(f"  {place}: saved {_spec_stored(entry.stored)}")
         here: dict[str, str] = {}
         for name, leaf in self._own.model.items():
-            is_empty = isinstance(leaf, dict) and not leaf  # no checkpoint has it
-            if not is_empty:
+            is_empty = isinstance(leaf, dict) and not leaf  # no checkpoint has it, or one of later
+            if not is_empty or name in saved:
                 here[name] = described(leaf)
+                why = why_not_saved(leaf)
+                if why and not self.skip.covers(name):
+                    look.wrong.append(f"  {name} {why}")
         saved = {name: saved[name] for name in self.skip.others(saved)}
         here = {name: here[name] for name in self.skip.others(here)}
         look.wrong.extend(differences(saved, here))

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import lr_scheduler
 from torch.utils.data import BatchSampler, IterableDataset
 
@@ -403,6 +405,47 @@ def test_two_weights_are_not_loaded_into_one(
         states.append(TrainingState(model, optimizer, trainable_only=trainable_only))
     with pytest.raises(ValueError, match="head.weight"):
         save_and_resume(tmp_path, *states)
+
+
+def test_what_no_load_could_fill_is_not_saved(tmp_path: Path, one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    whole = torch.ones(4, 3)
+    for bad, told in (
+        (whole[:, :1].expand(4, 3), r"b has elements that share memory.*clone\(\)"),
+        (whole[:1].expand(4, 3), r"b has elements that share memory.*clone\(\)"),
+        (DTensor.from_local(whole, mesh, [Partial()]), "b is a DTensor with Partial .*redistribute"),
+    ):
+        state = TrainingState(nn.Linear(2, 2))
+        state.model.register_buffer("b", bad)
+        with (
+            CheckpointManager(tmp_path, state, grace_s=None) as own,
+            pytest.raises(RuntimeError, match=told),
+        ):
+            own.save(0)
+    for number, good in enumerate((whole[:1, :1].expand(1, -1), whole.t(), whole[:0].expand(0, 3))):
+        state.model.b = good
+        assert save_and_resume(tmp_path / str(number), state, state) == 1
+
+
+class Grows(nn.Linear):
+    """With an extra state that is empty when the model is made."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.seen = {}
+
+    def get_extra_state(self) -> dict:
+        return self.seen
+
+    def set_extra_state(self, state: dict) -> None:
+        self.seen = state
+
+
+def test_an_extra_state_that_was_empty_at_first_is_resumed(tmp_path: Path) -> None:
+    saved, resumed = Grows(), Grows()
+    saved.seen = {"count": 3, "of": torch.ones(2)}
+    assert save_and_resume(tmp_path, TrainingState(saved), TrainingState(resumed)) == 1
+    assert resumed.seen["count"] == 3 and torch.equal(resumed.seen["of"], torch.ones(2))
 
 
 @pytest.mark.parametrize("on_meta", ["all", "a layer", "a buffer"])

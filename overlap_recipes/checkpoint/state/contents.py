@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .trees import by_number, holds_tensors, is_made_of_tensors, is_sparse, shard_of
 
@@ -141,6 +142,24 @@ def described(leaf: object) -> str:
     if is_sparse(shard_of(leaf)):
         return f"sparse {spec}"
     return f"{type(shard_of(leaf)).__name__} of {spec}"
+
+
+def why_not_saved(leaf: object) -> str:
+    """Why no load could give a part of the model its values, in words; "" if one can."""
+    if isinstance(leaf, DTensor) and any(each.is_partial() for each in leaf.placements):
+        return (
+            "is a DTensor with Partial placements, whose values no rank has: "
+            "redistribute it to Replicate or Shard"
+        )
+    own = shard_of(leaf)
+    if torch.is_tensor(own) and own.layout == torch.strided and 0 in own.stride():
+        repeats = any(step == 0 and size > 1 for step, size in zip(own.stride(), own.shape, strict=True))
+        if repeats and own.numel() > 0:
+            return (
+                "has elements that share memory, as expand() gives it, and cannot be loaded: "
+                "register clone() of it, or persistent=False"
+            )
+    return ""
 
 
 @cache

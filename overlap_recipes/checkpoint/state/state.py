@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ...ranks import own_rank, world_size
 from .alike import PER_RANK, RECIPES
-from .contents import Contents, Survey, described, differences, refuse_one_name
+from .contents import Contents, Survey, described, differences, refuse_one_name, why_not_saved
 from .differing import differing_frozen, nothing, otherwise_here, warn_of_frozen
 from .frozen import LeftOut
 from .items import as_stateful, kind_of, refuse_taken
@@ -191,6 +191,9 @@ class TrainingState(Stateful):
             if name in left_out:
                 of_left_out[name] = described(leaf)
             else:
+                why = why_not_saved(leaf)
+                if why:
+                    raise ValueError(f"{name} {why}")
                 of_model[name] = described(leaf)
         return Contents(
             optim=states.real,
