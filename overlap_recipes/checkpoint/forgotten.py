@@ -78,6 +78,7 @@ class Forgotten:
             self._has_looked = True
             self._look_for_scheduler()
             self._look_for_hooks()
+            self._look_for_ranks_of_adapters()
         self._look_for_optimizers()
         self._look_for_loaders()
         if not self._has_warned_of_gradients and _has_unused_gradients(self._state.optimizers):
@@ -114,6 +115,20 @@ class Forgotten:
                             "per_rank, in an object with state_dict and load_state_dict",
                             type(kept).__name__,
                         )
+
+    def _look_for_ranks_of_adapters(self) -> None:
+        """Warn of what AdaLoRA ranks its adapters by, which no module has in its state."""
+        given = {id(getattr(item, "values", None)) for item in each_of(self._state.shared.values())}
+        for module in self._state.model.modules():
+            allocator = vars(module).get("rankallocator")
+            averages = getattr(allocator, "exp_avg_ipt", None)
+            if averages is not None and id(averages) not in given:
+                LOG.warning(
+                    "what AdaLoRA ranks its adapters by is in no checkpoint: a job that resumes "
+                    "would drop others. Pass it, of ranks = model.base_model.rankallocator: "
+                    "TrainingState(..., ipt=ranks.ipt, exp_avg_ipt=ranks.exp_avg_ipt, "
+                    "exp_avg_unc=ranks.exp_avg_unc)"
+                )
 
     def _look_for_optimizers(self) -> None:
         """Warn of what steps the model's parameters and was not given, since it came later, say."""

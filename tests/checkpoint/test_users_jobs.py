@@ -427,6 +427,41 @@ def test_what_no_load_could_fill_is_not_saved(tmp_path: Path, one_rank: None) ->
         assert save_and_resume(tmp_path / str(number), state, state) == 1
 
 
+def adapted(root: Path, steps: int, save_at: int, given: bool) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    how = {"init_r": 6, "target_r": 2, "tinit": 2, "tfinal": 2, "deltaT": 2, "total_step": 14}
+    config = peft.AdaLoraConfig(target_modules=["0", "1"], **how)
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), config)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    ranks = model.base_model.rankallocator
+    names = ("ipt", "exp_avg_ipt", "exp_avg_unc") if given else ()
+    shared = {name: getattr(ranks, name) for name in names}
+    state = TrainingState(model, optimizer, trainable_only=True, **shared)
+    with CheckpointManager(root, state, grace_s=None) as own:
+        for number in range(own.resume() + 1, steps + 1):
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(number))
+            model(x).square().mean().backward()
+            optimizer.step()
+            model.base_model.update_and_allocate(number)
+            optimizer.zero_grad()
+            if number == save_at:
+                own.save(number)
+    return model
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_adalora_ranks_its_adapters_by_is_resumed_or_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: bool
+) -> None:
+    adapted(tmp_path / "parted", 3, 3, given)
+    assert ("what AdaLoRA ranks its adapters by" in caplog.text) != given
+    if given:
+        resumed = adapted(tmp_path / "parted", 12, 0, given).parameters()
+        whole = adapted(tmp_path / "whole", 12, 0, given).parameters()
+        assert all(map(torch.equal, resumed, whole))
+
+
 class Grows(nn.Linear):
     """With an extra state that is empty when the model is made."""
 

@@ -132,9 +132,12 @@ def training_states(tree: dict) -> Iterator[tuple[str, dict]]:
 
 
 def parts_of_contents(tree: dict, names: list[str]) -> dict[Part, str]:
-    """What the list of contents of a ``TrainingState`` has, if that is among ``names``."""
+    """What the list of contents of a ``TrainingState`` has, and its step, if among ``names``."""
     found: dict[Part, str] = {}
     for key, state in training_states(tree):
+        step = f"{key}.step"
+        if step in names:
+            found[step, f"{step} = {state['step']}", ""] = ""
         whole = f"{key}.has_state"
         if whole in names:
             for name, what in Contents.of_text(state["has_state"]).parts():

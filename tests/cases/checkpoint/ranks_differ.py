@@ -158,6 +158,7 @@ def sharded_in_an_object() -> Job:
     return state, "a DTensor inside a SimpleNamespace"
 
 
+ANOTHER_STEP = "another step"
 REFUSED = {
     "large experts": lambda: experts(LARGE),
     "small experts": lambda: experts(8),
@@ -179,6 +180,7 @@ REFUSED = {
     "a value of rank 0 for itself": of_rank_0_for_itself,
     "a shard in an object": lambda: (value(Progress(dtensor()))[0], "a DTensor inside a Progress"),
     "a shard in an optimizer's object": sharded_in_an_object,
+    ANOTHER_STEP: lambda: (job(), "app.step = 1 (on rank 0 alone), app.step = 2 (on rank 1 alone)"),
 }
 
 
@@ -196,7 +198,7 @@ def refused() -> None:
             told = ""
             try:
                 with CheckpointManager(place, state, grace_s=None) as own:
-                    own.save(1).result()
+                    own.save(dist.get_rank() + 1 if kind == ANOTHER_STEP else 1).result()
             except RuntimeError as error:
                 told = str(error)
             if words not in told or names_below(place):
