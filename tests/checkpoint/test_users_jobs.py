@@ -182,7 +182,8 @@ def test_a_job_that_resumes_in_a_later_pass_has_its_order(
     assert batches(tmp_path / "parted", make, 20, 0, seed=1) == whole[save_at:]
 
 
-@pytest.mark.parametrize(("save_at", "ahead"), [(8, -1), (8, 0), (8, 1), (12, -1), (12, 0), (12, 1)])
+@pytest.mark.parametrize("save_at", [8, 12])
+@pytest.mark.parametrize("ahead", [-1, 0, 1])
 def test_an_epoch_that_the_loop_sets_for_accelerate_is_that_of_the_save(
     tmp_path: Path, save_at: int, ahead: int
 ) -> None:
@@ -413,7 +414,7 @@ def test_what_no_load_could_fill_is_not_saved(tmp_path: Path, one_rank: None) ->
     for bad, told in (
         (whole[:, :1].expand(4, 3), r"b has elements that share memory.*clone\(\)"),
         (whole[:1].expand(4, 3), r"b has elements that share memory.*clone\(\)"),
-        (DTensor.from_local(whole, mesh, [Partial()]), "b is a DTensor with Partial .*redistribute"),
+        (DTensor.from_local(whole, mesh, [Partial()]), "b is a DTensor with Partial"),
     ):
         state = TrainingState(nn.Linear(2, 2))
         state.model.register_buffer("b", bad)

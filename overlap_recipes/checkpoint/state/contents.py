@@ -153,7 +153,8 @@ def why_not_saved(leaf: object) -> str:
         )
     own = shard_of(leaf)
     if torch.is_tensor(own) and own.layout == torch.strided and 0 in own.stride():
-        repeats = any(step == 0 and size > 1 for step, size in zip(own.stride(), own.shape, strict=True))
+        steps = zip(own.stride(), own.shape, strict=True)
+        repeats = any(step == 0 and size > 1 for step, size in steps)
         if repeats and own.numel() > 0:
             return (
                 "has elements that share memory, as expand() gives it, and cannot be loaded: "

@@ -158,7 +158,8 @@ class LoaderInPass:
         here = self.item.iteration  # what ``set_epoch`` has made it
         if self.iteration in (None, here):
             return {}
-        return {f"the loop has set epoch {here}, and it was {self.iteration}": here - self.iteration}
+        says = f"the loop has set epoch {here}, and it was {self.iteration}"
+        return {says: here - self.iteration}
 
     def reset_iterator(self, reset: Callable[[], Iterator]) -> Iterator:
         """Begin another pass of an iterator whose workers persist."""

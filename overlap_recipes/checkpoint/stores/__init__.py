@@ -24,7 +24,9 @@ def store_of(root: Path | str) -> Store:
     if scheme.endswith(":") and not is_url:
         raise ValueError(f"{root} has lost a slash, as a Path does: give the URL as text")
     if not is_url and _HALF_A_URL.match(str(root)):
-        raise ValueError(f"{root} is nearly a URL, and would be a folder here: give s3://bucket/run")
+        raise ValueError(
+            f"{root} is nearly a URL, and would be a folder here: give s3://bucket/run"
+        )
     if not str(root).strip():  # an empty variable of a job file
         raise ValueError("the root is empty, which would be the working directory: give a folder")
     if not is_url:

@@ -89,5 +89,6 @@ def _refuse_endpoints() -> None:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ValueError(
-                f"{name}={endpoint} is no URL: set it to http://host:port or https://host, or unset it"
+                f"{name}={endpoint} is no URL: set it to http://host:port or https://host, or "
+                f"unset it"
             )
