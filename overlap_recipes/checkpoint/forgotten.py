@@ -172,7 +172,8 @@ class Forgotten:
                 LOG.warning(
                     "%s: the loop has trained, and taken no batch of this loader: a job that "
                     "resumes would begin its data again. Give TrainingState the loader that the "
-                    "loop uses: what accelerator.prepare returns",
+                    "loop uses: what accelerator.prepare returns; in Lightning your own, with a "
+                    "sampler of its rank and Trainer(use_distributed_sampler=False)",
                     loader.name,
                 )
             elif is_where_it_was:

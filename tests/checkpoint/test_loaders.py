@@ -326,6 +326,25 @@ def test_a_graph_of_nodes_whose_order_is_in_no_state_is_refused() -> None:
         TrainingState(nn.Linear(4, 4), per_rank={"data": nodes.Loader(graph)})
 
 
+@pytest.mark.parametrize("has_epoch", [True, False])
+def test_a_sampler_of_nodes_that_may_draw_its_order_is_told_of(
+    caplog: pytest.LogCaptureFixture, has_epoch: bool
+) -> None:
+    nodes = pytest.importorskip("torchdata.nodes")
+    sampler = Lazy()
+    if has_epoch:
+        sampler.set_epoch = random.seed
+    for inner in (nodes.SamplerWrapper(sampler), nodes.IterableWrapper([1, 2])):
+        TrainingState(nn.Linear(4, 4), per_rank={"data": nodes.Loader(nodes.Batcher(inner, 4))})
+    assert caplog.text.count("Lazy has no state") == (not has_epoch)
+
+
+def test_a_loader_that_gives_batches_as_they_come_is_refused() -> None:
+    loader(num_workers=1, in_order=False)
+    with pytest.raises(TypeError, match="Set in_order=True"):
+        TrainingState(nn.Linear(4, 4), per_rank={"data": loader(num_workers=2, in_order=False)})
+
+
 def test_a_loader_that_the_loop_makes_anew_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch.distributed.tensor import DTensor
 
-from .trees import by_number, holds_tensors, is_made_of_tensors, is_sparse, shard_of
+from .trees import by_number, holds_tensors, is_made_of_tensors, is_sparse, is_staged, shard_of
 
 _INNER = (dict, list, torch.Tensor)  # what DCP gives a name of its own in a list
 _FORMAT = 3  # of 0.3.0; 2 lacks ``frozen``, ``ties`` and ``kinds``, and digests are of another sum
@@ -152,7 +152,7 @@ def why_not_saved(leaf: object) -> str:
             "redistribute it to Replicate or Shard"
         )
     own = shard_of(leaf)
-    if torch.is_tensor(own) and own.layout == torch.strided and 0 in own.stride():
+    if is_staged(leaf) and 0 in own.stride():
         steps = zip(own.stride(), own.shape, strict=True)
         repeats = any(step == 0 and size > 1 for step, size in steps)
         if repeats and own.numel() > 0:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from .loaders import LoaderInPass, has_loader_inside
 from .random_numbers import as_generator
-from .samplers import refuse_without_a_state, samplers_of_nodes
+from .samplers import refuse_without_a_state, samplers_of_nodes, warn_without_a_state
 
 
 def as_stateful(name: str, item: object) -> Stateful:
@@ -33,6 +33,7 @@ def as_stateful(name: str, item: object) -> Stateful:
         raise TypeError(f"{name} has no state_dict and load_state_dict; a dict of values would do")
     for sampler in samplers_of_nodes(item):
         refuse_without_a_state(name, sampler)
+        warn_without_a_state(name, sampler)
     return item
 
 

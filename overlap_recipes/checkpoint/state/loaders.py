@@ -34,7 +34,8 @@ class LoaderInPass:
         item: the loader, or what has a state and hands on the batches of one.
 
     Raises:
-        TypeError: the loader does not know where it is, or draws an order that is in no state.
+        TypeError: the loader does not know where it is, or which batches it has given, or draws an
+            order that is in no state.
     """
 
     def __init__(self, name: str, item: DataLoader | Stateful) -> None:
@@ -44,6 +45,12 @@ class LoaderInPass:
                 f"{name} is a DataLoader that does not know where it is: use torchdata's "
                 "StatefulDataLoader, or skip batches yourself; accelerate has "
                 "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)"
+            )
+        if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+            raise TypeError(
+                f"{name} gives batches as its workers end them (in_order=False), and its state "
+                "does not say which those were: a job that resumes would train some twice and "
+                "others never. Set in_order=True"
             )
         sampler = innermost_sampler(loader)
         refuse_without_a_state(name, sampler)

@@ -2,11 +2,15 @@
 # Overlap Recipes 0.3.0, overlap_recipes/checkpoint/state/samplers.py
 """What gives a loader its order, and what of that no ``state_dict`` has."""
 
+import logging
+from collections.abc import Sequence
+
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from .random_numbers import as_generator
 
+LOG = logging.getLogger(__name__)
 _EPOCH = "epoch"  # as ``DistributedSampler`` and most others call it
 
 
@@ -58,6 +62,18 @@ def samplers_of_nodes(item: object) -> list[object]:
         elif name != "loader":  # an iterator's, which has the iterator
             found.extend(samplers_of_nodes(inner))
     return found
+
+
+def warn_without_a_state(name: str, sampler: object) -> None:
+    """Warn of a class of the job's in a graph of nodes, which may draw what is in no state."""
+    knows_its_order = isinstance(sampler, (Stateful, Sequence)) or hasattr(sampler, "set_epoch")
+    if not knows_its_order and not _is_known(sampler):
+        LOG.warning(
+            "%s: %s has no state. If it draws its order, a job that resumes has another one: give "
+            "it state_dict and load_state_dict, or a seed and set_epoch",
+            name,
+            type(sampler).__name__,
+        )
 
 
 class OwnCounts:
