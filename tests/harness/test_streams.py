@@ -347,3 +347,15 @@ def test_numpy_reads_as_the_host_does(recorder, host_reads, ordered):
         other.synchronize()
     host_reads(tensor)
     assert bool(recorder.conflicts) is not ordered
+
+
+def test_what_is_compiled_runs_as_it_is_and_is_recorded(recorder):
+    frames = torch._dynamo.utils.counters["frames"]
+    frames.clear()
+    doubled = torch.compile(read, backend="eager", fullgraph=True)
+    tensor = torch.ones(4)
+    write(tensor)
+    with torch.cpu.stream(torch.cpu.Stream()):
+        doubled(tensor)
+    assert not frames, "torch compiles the recorder"
+    assert "(mul)" in str(recorder.conflicts[0])

@@ -184,11 +184,6 @@ class OrderMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """It need not: torch compiles nothing under a mode, and three calls an operator cost."""
-        return False
-
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
