@@ -122,35 +122,6 @@ def test_two_optimizers_of_one_parameter_are_refused(tmp_path) -> None:
         Job(two).train(2).app.state_dict()
 
 
-def test_a_parameter_that_the_checkpoint_does_not_know_is_told(tmp_path) -> None:
-    """As where another rank, without that parameter, has said what there is."""
-
-    def some(parameters) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([*parameters][:2])
-
-    Job(some).train(2).save(tmp_path)
-    with pytest.raises(ValueError, match=r"knows no \['2.bias', '2.weight'\]"):
-        Job().load(tmp_path, 2, **PARTIAL)
-
-
-@pytest.mark.parametrize("when", ["fresh", "in mid-run"])
-def test_a_checkpoint_of_other_code_is_refused(tmp_path, when) -> None:
-    job = Job(lambda parameters: torch.optim.SGD(parameters, lr=0.1)).train(2)
-    model = {"model": job.model.state_dict()}
-    dcp.save({"app": model}, checkpoint_id=tmp_path)
-    later = Job() if when == "fresh" else Job().train(2)
-    with pytest.raises(ValueError, match="no 'has_state'"):
-        later.load(tmp_path, 2, **PARTIAL)
-
-
-def test_a_load_changes_no_weight_by_the_step_that_makes_state(tmp_path) -> None:
-    def without_eps(parameters) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=0.1, eps=0.0)
-
-    job = Job(without_eps).train(2).save(tmp_path)
-    assert Job(without_eps).load(tmp_path, 2).equals(job)
-
-
 class Wrapping(torch.optim.Optimizer):
     """As SAM is published: the moments are in an optimizer inside."""
 

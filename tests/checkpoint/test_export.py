@@ -1,7 +1,6 @@
 """What was exported beside training is loaded by those who have none of our code."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from unittest import mock
@@ -311,25 +310,6 @@ def test_a_conversion_writes_over_no_other_file(tmp_path: Path) -> None:
     assert [path.name for path in hf.iterdir()] == ["config.json"]
     convert(tmp_path / "saved", hf)
     assert (hf / "config.json").read_text() == "mine"
-
-
-def test_a_conversion_below_another_prefix_says_which_there_are(tmp_path: Path) -> None:
-    weight = torch.ones(3)
-    state = {"run": {"model": {"0.w": weight}, "optim": {"0.w.moment": weight}}, "plain.w": weight}
-    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
-    there = (
-        re.escape("no tensor below 'app.model.'")
-        + ".*"
-        + re.escape("['plain.', 'run.', 'run.model.']")
-    )
-    with pytest.raises(ValueError, match=there):
-        convert(tmp_path / "saved", tmp_path / "hf")
-    convert(tmp_path / "saved", tmp_path / "hf", prefix="run.model.")
-    assert list(read_all(tmp_path / "hf")) == ["0.w"]
-    convert(tmp_path / "saved", tmp_path / "without_dot", prefix="run.model")
-    assert list(read_all(tmp_path / "without_dot")) == ["0.w"]
-    with pytest.raises(ValueError, match="no tensor below 'run.mod.'"):
-        convert(tmp_path / "saved", tmp_path / "cut", prefix="run.mod")
 
 
 def test_the_config_is_what_save_pretrained_writes_in_another_dtype(

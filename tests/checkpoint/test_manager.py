@@ -351,24 +351,6 @@ def test_a_save_in_mid_accumulation_warns_that_the_gradients_are_lost(
         assert f"step 5 is saved with {GRADIENTS}" in caplog.text
 
 
-def test_a_save_behind_a_step_that_was_left_out_or_another_optimizers_does_not_warn(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The generator's loss leaves gradients in the discriminator, which its loop clears."""
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
-    made, judged = (torch.optim.SGD(part.parameters(), 0.1) for part in model)
-    with CheckpointManager(tmp_path, TrainingState(model, made, judged)) as checkpoints:
-        model[1](model[0](torch.ones(2, 4))).sum().backward()
-        made.step()
-        checkpoints.save(1)
-        made.zero_grad()
-        judged.zero_grad()
-        loss = model[1](model[0](torch.ones(2, 4))).sum() * float("inf")
-        loss.backward()  # a GradScaler would leave the step out
-        checkpoints.save(2)
-    assert GRADIENTS not in caplog.text
-
-
 @pytest.mark.parametrize("given", ["none", "one", "a list", "in another object"])
 def test_a_scheduler_that_was_not_given_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str

@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from kept_saves import KeptSaves
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.testing._internal.two_tensor import TwoTensor
 
 from overlap_recipes import crew
 from overlap_recipes.checkpoint import DamagedCheckpoint, Reader, entries, reader
@@ -109,19 +108,6 @@ def test_another_type_or_stride_of_the_target_is_filled_as_dcp_does(tmp_path: Pa
     own = loaded(tmp_path, {"wide": wide, "turned": turned})
     assert torch.equal(wide, weights.double()) and torch.equal(turned, weights)
     assert own.read_bytes == 0
-
-
-def test_two_inner_tensors_come_back_or_their_name_is_said(tmp_path: Path) -> None:
-    """``torch.load`` makes no class that it does not know; ``add_safe_globals`` tells it."""
-    saved = TwoTensor(torch.arange(4.0), torch.arange(4.0) + 9)
-    dcp.save({"two": saved, "plain": torch.ones(3)}, checkpoint_id=tmp_path)
-    targets = {"two": TwoTensor(torch.zeros(4), torch.zeros(4)), "plain": torch.zeros(3)}
-    with pytest.raises(CheckpointException, match=r"(?s)__0_0.distcp \(two\).*TwoTensor"):
-        loaded(tmp_path, targets)
-    with torch.serialization.safe_globals([TwoTensor]):
-        own = loaded(tmp_path, targets)
-    assert torch.equal(targets["two"].a, saved.a) and torch.equal(targets["two"].b, saved.b)
-    assert own.read_bytes == 12
 
 
 def test_no_object_of_data_pkl_is_made() -> None:

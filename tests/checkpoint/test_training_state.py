@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
@@ -244,14 +244,6 @@ def test_an_optimizer_state_that_changes_behind_a_save_is_saved_as_it_was(tmp_pa
     )
 
 
-def test_a_scripted_model_is_saved_as_it_is(tmp_path: Path) -> None:
-    model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    app = trained(model, torch.optim.AdamW(model.parameters()))
-    with torch.no_grad():
-        next(model.parameters()).add_(1)
-    assert right(app)
-
-
 class Versioned(nn.Linear):
     """Upgrades what it loads, unless that says that it is of today's version."""
 
@@ -311,18 +303,6 @@ def shuffled_by(kind: str) -> object:
     )
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=settings)
     return accelerator.prepare(torch.utils.data.DataLoader(data, 2, shuffle=True))
-
-
-def test_a_loader_of_a_stream_is_taken() -> None:
-    """Its sampler has no length, nor anything that draws."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(4))
-
-    loader = stateful.StatefulDataLoader(Stream(), batch_size=2)
-    TrainingState(nn.Linear(2, 2), per_rank={"data": loader})
 
 
 @pytest.mark.parametrize("kind", ["torchdata, torch's sampler", "accelerate"])

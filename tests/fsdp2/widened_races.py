@@ -141,25 +141,16 @@ def before(owner: type, method: str, ranks: tuple[int, ...] = (0, 1)):
     return mock.patch.object(owner, method, late)
 
 
-def late_casts(module):
-    """Rank 0 casts late: the others copy what was there."""
-    return before(of_library("shared_slots").Slots, "fill", ranks=(0,))
+def late(place: str, owner: str, method: str, ranks: tuple[int, ...] = (0, 1)) -> Callable:
+    """Pause before a method of the library that the recipe has loaded."""
+    return lambda module: before(getattr(of_library(place), owner), method, ranks)
 
 
-def late_gathers(module):
-    return before(of_library("shared_slots").Slots, "fill")
-
-
-def late_pushes(module):
-    return before(of_library("in_place_reduce").PushedGradients, "push", ranks=(0,))
-
-
-def late_reductions(module):
-    return before(of_library("in_place_reduce").PushedGradients, "push")
-
-
-def late_sums(module):
-    return before(of_library("in_place_reduce").PushedGradients, "finish", ranks=(1,))
+CASTS = late("shared_slots", "Slots", "fill", (0,))  # the others copy what was there
+GATHERS = late("shared_slots", "Slots", "fill")
+PUSHES = late("in_place_reduce", "PushedGradients", "push", (0,))
+REDUCTIONS = late("in_place_reduce", "PushedGradients", "push")
+SUMS = late("in_place_reduce", "PushedGradients", "finish", (1,))
 
 
 def late_behind_barriers(module):
@@ -220,15 +211,15 @@ class Race:
 RACES = (
     Race("stream_context", "released_without_waiting_for_the_consumer", train_context, slow_units),
     Race("stream_context", "gather_before_the_optimizer_step", train_context, slow_optimizer),
-    Race("peer_copies", "no_barrier_before_copies", prove_in_place, late_casts),
+    Race("peer_copies", "no_barrier_before_copies", prove_in_place, CASTS),
     Race("in_place", "filled_again_at_once", prove_in_place, late_behind_barriers),
     Race("peer_copies", "not_behind_the_compute", prove_in_place, late_compute),
-    Race("peer_copies", "not_awaited", prove_in_place, late_gathers),
-    Race("peer_copies", "no_barrier", prove_in_place, late_pushes),
+    Race("peer_copies", "not_awaited", prove_in_place, GATHERS),
+    Race("peer_copies", "no_barrier", prove_in_place, PUSHES),
     Race("in_place", "one_slot", prove_in_place, late_behind_barriers),
     Race("peer_copies", "pushed_at_once", prove_in_place, late_compute),
-    Race("in_place", "not_awaited", prove_in_place, late_reductions),
-    Race("peer_copies", "sums_too_late", prove_in_place, late_sums),
+    Race("in_place", "not_awaited", prove_in_place, REDUCTIONS),
+    Race("peer_copies", "sums_too_late", prove_in_place, SUMS),
 )
 
 

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -164,21 +163,10 @@ def test_a_stream_waits_for_the_work_of_another(recorder, waits):
     assert (recorder.conflicts == []) is waits
 
 
-def hook_with_callbacks(model: DistributedDataParallel) -> None:
-    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook)
-
-
-def no_hook(model: DistributedDataParallel) -> None:
-    pass
-
-
 @pytest.mark.parametrize("views", [True, False])
-@pytest.mark.parametrize("register", [no_hook, hook_with_callbacks])
-def test_training_with_ddp_has_no_conflict(recorder, register, views):
+def test_training_with_ddp_has_no_conflict(recorder, views):
     layers = [torch.nn.Linear(16, 16) for _ in range(3)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), gradient_as_bucket_view=views)
-    register(model)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(4):
         model(torch.randn(4, 16)).sum().backward()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from rankproof.kept import KeptRun
 from rankproof.kept import _present_code as kept_code
 from rankproof.recipe import Settings
 from rankproof.run import run
@@ -73,30 +72,6 @@ def test_dotted_and_relative_imports_are_followed_and_named(project: Path) -> No
         "library.arithmetic.twice",
         "library.factors",
     ]
-
-
-def test_a_script_imports_the_package_of_its_project_whatever_is_installed(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another package of that name on the path is not judged in its place."""
-    elsewhere = tmp_path / "installed" / "library" / "arithmetic"
-    elsewhere.mkdir(parents=True)
-    for folder in (elsewhere, elsewhere.parent):
-        (folder / "__init__.py").write_text("double = lambda x: 0\n")
-    monkeypatch.setenv("PYTHONPATH", str(elsewhere.parent.parent))
-    report = run(recipe_of(project).path, 1, launcher="warm")
-    assert report.ok, report.describe()
-
-
-def test_an_edit_of_a_module_makes_kept_runs_stale(project: Path, tmp_path: Path) -> None:
-    """And so the page, which shows them; an edit of a module that it does not use does not."""
-    kept = KeptRun(tmp_path / "store", recipe_of(project), 1, launcher="warm")
-    assert kept.run().ok
-    assert KeptRun(tmp_path / "store", recipe_of(project), 1, launcher="warm").report()
-    edit(project, "library/unrelated.py", "1", "2")
-    assert KeptRun(tmp_path / "store", recipe_of(project), 1, launcher="warm").report()
-    edit(project, "library/factors.py", "TWO = 2", "TWO = 1 + 1")
-    assert not KeptRun(tmp_path / "store", recipe_of(project), 1, launcher="warm").report()
 
 
 def test_a_control_edits_a_module_of_the_package(project: Path) -> None:

@@ -11,12 +11,9 @@ from selection import REPO
 from test_verdicts import BAD, is_right, judge
 from written_recipes import write
 
-from rankproof.judge import Rank
 from rankproof.launch import HOME, servers
 from rankproof.leader import descendants
-from rankproof.protocol import Outcome, Record
 from rankproof.run import run
-from rankproof.verdict import written
 
 
 def harness_processes() -> list[str]:
@@ -120,14 +117,3 @@ def test_a_recipe_sees_the_callers_library_and_not_the_harness(tmp_path, monkeyp
     for launcher in ("warm", "torchrun"):
         report = run(recipe, 1, launcher=launcher)
         assert report.ok, report.describe()
-
-
-def test_what_is_written_in_the_scripts_own_folder_counts_wherever_that_lies() -> None:
-    """Written and removed: in /tmp that is any script's right, in its own project it is not."""
-    record = Record(wrote_elsewhere=["/tmp/project/a.log", "/tmp/other"])
-    rank = Rank(0, "", "", 0, record, True, [])
-    private = Outcome(False, [], private=["/tmp"], written=[])
-    nowhere = Outcome(False, [], private=[], written=[])
-    assert written(private, [rank], ("/tmp/project/",)) == ([], ["/tmp/project/a.log"])
-    assert written(private, [rank], ("/tmp/",)) == ([], []), "a script that lies in /tmp itself"
-    assert written(nowhere, [rank], ()) == ([], ["/tmp/other", "/tmp/project/a.log"])

@@ -98,3 +98,9 @@ class Resident:
 def whole(model: nn.Module, streamed: StreamedModel, **options) -> HostAdamW:
     options = {"lr": RATE, "max_norm": MAX_NORM} | options
     return HostAdamW(groups_of(model), streamed, **options)
+
+
+def train(model: nn.Module, optimizer: HostAdamW, seed: int) -> None:
+    """A step on the batch of ``seed``."""
+    model(**batch(seed)).loss.backward()
+    optimizer.step()

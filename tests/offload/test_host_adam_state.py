@@ -7,7 +7,18 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from host_training import RATE, WIDTH, WORDS, batch, llama, same, steps_of, streamed_of, whole
+from host_training import (
+    RATE,
+    WIDTH,
+    WORDS,
+    batch,
+    llama,
+    same,
+    steps_of,
+    streamed_of,
+    train,
+    whole,
+)
 
 from overlap_recipes.checkpoint import TrainingState, load
 from overlap_recipes.offload.whole_step import HostAdamW
@@ -25,13 +36,11 @@ def test_parts_of_a_layer_are_saved_and_loaded_behind_their_update():
             plain(*args)
 
         optimizer.host.start = start
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
         found = {name: tensor.clone() for name, tensor in part.state_dict().items()}
         streamed.wait()
         assert all(torch.equal(found[name], value) for name, value in part.state_dict().items())
-        model(**batch(1)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 1)
         part.load_state_dict({name: torch.ones_like(value) for name, value in found.items()})
         streamed.wait()
         for parameter in part.parameters():
@@ -42,8 +51,7 @@ def test_a_load_of_some_weights_keeps_the_masters_of_the_others():
     """They were rounded to what the weights show."""
     model = llama(torch.bfloat16)
     with closing(whole(model, streamed_of(model))) as optimizer:
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
         saved = deepcopy(optimizer.state_dict())["state"]
         model.load_state_dict({"lm_head.weight": torch.zeros(WORDS, WIDTH)}, strict=False)
         for number, parameter in enumerate(optimizer.group_of):
@@ -71,12 +79,10 @@ def test_states_by_name_are_loaded():
     model = llama(torch.bfloat16)
     with closing(whole(model, streamed := streamed_of(model))) as optimizer:
         found = []
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
         weights, state = deepcopy(get_state_dict(model, optimizer))
         for _ in range(2):
-            model(**batch(1)).loss.backward()
-            optimizer.step()
+            train(model, optimizer, 1)
             streamed.wait()
             found.append([parameter.clone() for parameter in model.parameters()])
             options = {"model_state_dict": weights, "optim_state_dict": state}
@@ -106,8 +112,7 @@ def test_a_state_without_moments_makes_them_zeros():
     model = llama()
     fresh = torch.optim.AdamW(llama().parameters(), lr=RATE).state_dict()
     with closing(HostAdamW(model.parameters(), streamed_of(model))) as optimizer:
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
         optimizer.load_state_dict(fresh)
         assert steps_of(optimizer) == {0}
         for kept in optimizer.state.values():
@@ -161,8 +166,7 @@ def test_a_job_with_adam_on_the_host_is_saved_and_loaded(tmp_path, dtype, steps_
         load({"app": TrainingState(models[1], second)}, tmp_path)
         assert same(*models)
         for model, optimizer in zip(models, (first, second), strict=True):
-            model(**batch(2)).loss.backward()
-            optimizer.step()
+            train(model, optimizer, 2)
         streams.wait()
         others.wait()
         assert same(*models)

@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from host_training import CPU, LAYERS, MAX_NORM, RATE, Resident, batch, falling, groups_of, llama
+from host_training import (
+    CPU,
+    LAYERS,
+    MAX_NORM,
+    RATE,
+    Resident,
+    batch,
+    falling,
+    groups_of,
+    llama,
+    train,
+)
 
 from overlap_recipes.offload import one_copy_a_host
 from overlap_recipes.offload.host_adam import HostUpdates
@@ -27,8 +38,7 @@ def test_a_layer_is_loaded_when_all_ranks_of_the_host_have_updated_it():
     with closing(HostAdamW(groups_of(model), streamed, lr=RATE)) as optimizer:
         host, waited = optimizer.host, threading.Event()
         host.done = torch.zeros(LAYERS, 2, dtype=torch.int64)
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
 
         def second_rank() -> None:
             HostUpdates.before_host(host, True)  # the first rank's part is done
@@ -57,8 +67,7 @@ def test_a_graph_that_is_kept_over_the_update_of_another_rank_is_refused():
     with closing(HostAdamW(groups_of(model), streamed, lr=RATE)) as optimizer:
         kept = model(**batch(0)).loss
         optimizer.host.blocks = [[] for _ in range(LAYERS)]  # all of them are the other rank's
-        model(**batch(1)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 1)
         with pytest.raises(RuntimeError, match="changed between forward and backward"):
             kept.backward()
 
@@ -71,8 +80,7 @@ def test_closing_waits_for_the_parts_of_the_other_ranks(monkeypatch):
     optimizer = HostAdamW(groups_of(model), streamed, lr=RATE)
     done = optimizer.host.done = torch.zeros(LAYERS, 2, dtype=torch.int64)
     monkeypatch.setattr(one_copy_a_host.time, "sleep", lambda _: done[:, 1].fill_(1))
-    model(**batch(0)).loss.backward()
-    optimizer.step()
+    train(model, optimizer, 0)
     optimizer.close()
     assert done.tolist() == [[1, 1]] * LAYERS
 
@@ -86,8 +94,7 @@ def test_an_error_on_its_way_does_not_wait_for_other_ranks(monkeypatch):
     optimizer.host.done = torch.zeros(LAYERS, 2, dtype=torch.int64)
     monkeypatch.setattr(one_copy_a_host.time, "sleep", lambda _: pytest.fail("waits"))
     with pytest.raises(ZeroDivisionError), closing(optimizer):
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
         raise ZeroDivisionError
 
 

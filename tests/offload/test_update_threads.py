@@ -7,7 +7,17 @@ from copy import deepcopy
 
 import pytest
 import torch
-from host_training import LAYERS, PATIENCE_S, Resident, batch, llama, same, streamed_of, whole
+from host_training import (
+    LAYERS,
+    PATIENCE_S,
+    Resident,
+    batch,
+    llama,
+    same,
+    streamed_of,
+    train,
+    whole,
+)
 
 from overlap_recipes.offload import adam_in_pieces as pieces
 from overlap_recipes.offload.host_adam import HostUpdates
@@ -75,8 +85,7 @@ def test_a_step_that_fails_leaves_nobody_waiting(monkeypatch):
         with closing(optimizer):
             monkeypatch.setattr(pieces, "to_host", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                model(**batch(0)).loss.backward()
-                optimizer.step()
+                train(model, optimizer, 0)
             assert not optimizer.host.updates
             if in_backward:  # a layer may be of the next step already
                 with pytest.raises(RuntimeError, match="updated already"):
@@ -91,8 +100,7 @@ def test_what_a_thread_raises_reaches_the_training_thread():
     model = llama(torch.bfloat16)
     with closing(whole(model, streamed := streamed_of(model))) as optimizer:
         optimizer.host.blocks[1][0] = None
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
         for _ in range(2):
             with pytest.raises(TypeError):
                 streamed.wait()
@@ -116,8 +124,7 @@ def test_a_step_that_is_interrupted_leaves_nobody_waiting():
             model(**batch(0))
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
         streamed.wait()
 
 
@@ -152,8 +159,7 @@ def test_an_interrupted_update_on_the_device_is_no_step(in_backward, budget_laye
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
         reference.step(resident(**batch(0)).loss)
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
         streamed.wait()
         assert same(model, resident)
 
@@ -201,8 +207,7 @@ def test_a_layer_with_a_failed_block_is_awaited_to_its_last():
                 went_on.set()
 
         host.update_block = update_block
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
         with pytest.raises(ZeroDivisionError):
             host.before_host(raises=True)
         assert ended == [False]

@@ -5,7 +5,18 @@ from copy import deepcopy
 
 import pytest
 import torch
-from host_training import RATE, Resident, batch, falling, llama, same, steps_of, streamed_of, whole
+from host_training import (
+    RATE,
+    Resident,
+    batch,
+    falling,
+    llama,
+    same,
+    steps_of,
+    streamed_of,
+    train,
+    whole,
+)
 from torch import nn
 
 from overlap_recipes.offload import HostAdamW, stream_layers
@@ -20,8 +31,7 @@ def test_updates_in_backward_give_the_bits_of_updates_after_it():
         schedule = falling(optimizer)
         for step in range(4):
             reference.step(resident(**batch(step)).loss)
-            model(**batch(step)).loss.backward()
-            optimizer.step()
+            train(model, optimizer, step)
             schedule.step()
         streamed.wait()
         assert same(model, resident)
@@ -81,8 +91,7 @@ def test_a_checkpoint_is_loaded_after_a_bad_batch_in_backward():
     with closing(whole(model, streamed, max_norm=None, in_backward=True)) as optimizer:
         schedule = falling(optimizer)
         reference.step(resident(**batch(0)).loss)
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
         schedule.step()
         saved = deepcopy((model.state_dict(), optimizer.state_dict()))
         with pytest.raises(FloatingPointError, match="load a checkpoint"):
@@ -94,8 +103,7 @@ def test_a_checkpoint_is_loaded_after_a_bad_batch_in_backward():
             model(**batch(1))
         optimizer.load_state_dict(saved[1])
         reference.step(resident(**batch(1)).loss)
-        model(**batch(1)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 1)
         streamed.wait()
         assert same(model, resident)
 
@@ -127,7 +135,6 @@ def test_what_is_updated_in_backward_cannot_be_dropped():
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
         optimizer.zero_grad()
-        model(**batch(1)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 1)
         streamed.wait()
         assert steps_of(optimizer) == {1}

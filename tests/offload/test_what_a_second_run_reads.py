@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
-from itertools import chain
 
 import numpy
 import pytest
@@ -50,9 +49,12 @@ def gradients(model: Loop, change: Callable = lambda: None) -> list[torch.Tensor
     return gradients_of(model)
 
 
-def of_all_and_resident(model: Loop, step: Callable) -> list:
-    """What ``step`` gives with each budget, and last, without us."""
-    return [step(each) for each in chain(with_each_budget(model), [model])]
+def streamed_as_resident(model: Loop, step: Callable, alike: Callable) -> None:
+    """What ``step`` gives with each budget is what it gives without us."""
+    found = [step(each) for each in with_each_budget(model)]
+    resident = step(model)
+    for ours in found:
+        assert alike(ours, resident)
 
 
 class Returning(nn.Linear):
@@ -92,9 +94,7 @@ def test_a_weight_that_a_layer_returns_is_its_own(part, grads):
             found = [model(torch.ones(2, WIDTH)).detach()]
         return found + (gradients(model) if grads else [])
 
-    *ours, resident = of_all_and_resident(model, step)
-    for found in ours:
-        assert close(found, resident)
+    streamed_as_resident(model, step, close)
 
 
 def test_a_weight_that_a_layer_puts_into_a_list_is_its_own():
@@ -116,9 +116,7 @@ def test_a_weight_that_a_layer_puts_into_a_list_is_its_own():
             evaluated = model(torch.ones(2, WIDTH))
         return [evaluated, *gradients(model)]
 
-    *ours, resident = of_all_and_resident(Loop(Listing, run), step)
-    for found in ours:
-        assert close(found, resident)
+    streamed_as_resident(Loop(Listing, run), step, close)
 
 
 class Scaling(nn.Linear):
@@ -142,9 +140,7 @@ def test_a_hook_that_a_layer_gives_its_input_gets_all_of_the_gradient_once(besid
             x = layer(x) + (x.sin() if beside else 0)
         return x
 
-    *ours, resident = of_all_and_resident(Loop(Scaling, run), gradients)
-    for found in ours:
-        assert close(found, resident)
+    streamed_as_resident(Loop(Scaling, run), gradients, close)
 
 
 def test_what_is_kept_on_a_parameter_is_there():
@@ -161,9 +157,7 @@ def test_what_is_kept_on_a_parameter_is_there():
             layer.weight.scale = 2.0
         return gradients(model)
 
-    *ours, resident = of_all_and_resident(model, step)
-    for found in ours:
-        assert same(found, resident)
+    streamed_as_resident(model, step, same)
 
 
 def doubled(module, args, kwargs, result) -> torch.Tensor:
@@ -198,9 +192,7 @@ def test_hooks_in_a_layer_are_those_of_forward(removed):
             handle.remove()
         return found
 
-    *ours, resident = of_all_and_resident(model, step)
-    for found in ours:
-        assert same(found, resident)
+    streamed_as_resident(model, step, same)
 
 
 class Noisy(nn.Linear):
@@ -229,9 +221,7 @@ def test_random_numbers_of_numpy_and_of_a_generator_that_is_given_are_drawn_agai
         numpy.random.seed(3)
         return [*gradients(model), torch.tensor(numpy.random.rand())]
 
-    *ours, resident = of_all_and_resident(Loop(Noisy, run), step)
-    for found in ours:
-        assert same(found, resident)
+    streamed_as_resident(Loop(Noisy, run), step, same)
 
 
 def test_context_variables_are_those_of_forward():
@@ -243,9 +233,7 @@ def test_context_variables_are_those_of_forward():
         scale.set(2.0)
         return gradients(model, change=lambda: scale.set(3.0))
 
-    *ours, resident = of_all_and_resident(model, step)
-    for found in ours:
-        assert same(found, resident)
+    streamed_as_resident(model, step, same)
 
 
 class Place:
@@ -275,9 +263,7 @@ def test_attributes_of_an_object_that_is_given_are_those_of_forward():
         assert place.layer == len(layers)
         return x
 
-    *ours, resident = of_all_and_resident(Loop(Placed, run), gradients)
-    for found in ours:
-        assert same(found, resident)
+    streamed_as_resident(Loop(Placed, run), gradients, same)
 
 
 def test_a_layer_that_calls_backward_in_its_forward_is_refused():

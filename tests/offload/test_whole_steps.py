@@ -22,6 +22,7 @@ from host_training import (
     same,
     steps_of,
     streamed_of,
+    train,
     whole,
 )
 from torch import nn
@@ -87,8 +88,7 @@ def test_two_optimizers_one_for_the_layers():
         [parameter.requires_grad_(True) for parameters in outside for parameter in parameters]
         for step in range(4):
             reference.step(resident(**batch(step)).loss)
-            model(**batch(step)).loss.backward()
-            optimizer.step()
+            train(model, optimizer, step)
             schedule.step()
             for other in others:
                 other.step()
@@ -203,8 +203,7 @@ def test_a_rate_in_a_tensor_travels_with_the_step():
         for step in range(2):
             reference.step(resident(**batch(step)).loss)
             changed.clear()
-            model(**batch(step)).loss.backward()
-            optimizer.step()
+            train(model, optimizer, step)
             schedule.step()
             changed.set()
             streamed.wait()
@@ -294,12 +293,10 @@ def test_what_stays_on_the_device_may_be_released_later():
         each.model.embed_tokens.weight.requires_grad_(False)
     weight = model.model.embed_tokens.weight
     with closing(HostAdamW(model.parameters(), streamed := streamed_of(model))) as optimizer:
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 0)
         before = weight.clone()
         weight.requires_grad_(True)
-        model(**batch(1)).loss.backward()
-        optimizer.step()
+        train(model, optimizer, 1)
         streamed.wait()
         assert not torch.equal(weight, before)
         assert optimizer.state[weight]["step"] == 1
