@@ -48,7 +48,13 @@ from s3_server import serving  # noqa: E402
 
 from benchmarks.code_versions import code_of_today  # noqa: E402
 from benchmarks.measuring import header, machine_label  # noqa: E402
-from overlap_recipes.checkpoint import CheckpointManager, saves, talk, writer  # noqa: E402
+from overlap_recipes.checkpoint import (  # noqa: E402
+    CheckpointManager,
+    checked_files,
+    saves,
+    talk,
+    writer,
+)
 from overlap_recipes.checkpoint.stores import directory, objects  # noqa: E402
 
 RANKS = (2, 8, 32, 64)
@@ -94,6 +100,7 @@ class Counted:
         for sink in (directory.FileSink, objects.ObjectSink):
             self.around(sink, "__exit__")
         self.around(os, "fsync")
+        self.around(checked_files, "read_manifest", self.note_manifest)
         self.time(writer._Planner, "create_global_plan", "plan_s")
         self.time(writer._Layout, "metadata_with", "metadata_s")
 
@@ -119,6 +126,10 @@ class Counted:
             if tensors:
                 self.numbers["sent_bytes"] += nbytes_of(tensors[-1])
                 self.numbers["received_bytes"] += nbytes_of(tensors[0])
+
+    def note_manifest(self, arguments: tuple) -> None:
+        with self.lock:
+            self.numbers["manifests"] += 1
 
     def time(self, owner: type, name: str, what: str) -> None:
         """Count seconds of CPU of the calls: the cores are shared."""
@@ -435,9 +446,10 @@ def reshard(job: Ranks, kind: str, numbers: list[int]) -> None:
         resumes = [each for each in told if each["what"] == "resume"]
         resumed = {each["step"] for each in resumes}
         assert resumed == {durable}, (resumed, durable)
+        manifests = sum(each.get("manifests", 0) for each in resumes)
         print(
-            f"{kind}: {ranks} ranks resumed step {durable} with every bit, in "
-            f"{most('resume_s', resumes):.1f} s of {time.monotonic() - began:.0f}",
+            f"{kind}: {ranks} ranks resumed step {durable} with every bit, read {manifests} "
+            f"manifests, in {most('resume_s', resumes):.1f} s of {time.monotonic() - began:.0f}",
             flush=True,
         )
 

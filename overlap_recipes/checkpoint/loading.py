@@ -6,6 +6,8 @@
 the checkpoint's own list says what is made.
 """
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterable
 from functools import partial
@@ -16,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..ranks import keep_quiet_alone, on_all_ranks, on_first_rank, own_rank, own_result
+from ..ranks import keep_quiet_alone, on_all_ranks, on_first_rank, own_rank, own_result, world_size
 from .checked_files import DamagedCheckpoint
 from .fit import Entry, Fit, Skip, entries_below, lists_of
 from .reader import Reader
@@ -170,18 +172,36 @@ def choose(store: Store, step: int | None = None) -> int | None:
             content.
         DamagedCheckpoint: there are checkpoints, and none is complete; they stay where they are.
     """
-    chosen = step
-    newer = None
-    if step is None:
-        chosen, newer = on_first_rank(partial(_newest_whole, store))
+    chosen, newer, sizes = on_first_rank(partial(_look, store, step))
     if chosen is None:
         return None
-    has_looked = step is None and own_rank() == 0
-    wrong_by_rank = on_all_ranks(lambda: [] if has_looked else _seen_wrong(store, chosen))
+    wrong_by_rank = on_all_ranks(partial(_seen_wrong, store, chosen, sizes))
     if any(wrong_by_rank):
         raise RuntimeError(f"step {chosen} is not whole, by rank: {dict(enumerate(wrong_by_rank))}")
     on_first_rank(partial(_set_newer_aside, store, chosen, newer))
     return chosen
+
+
+def _look(store: Store, step: int | None) -> tuple[int | None, list[int] | None, str | None]:
+    """The step to resume from, those that are newer, and a digest of its files' sizes.
+
+    There is no digest where the checkpoint of ``step`` is not whole here.
+    """
+    chosen, newer = step, None
+    if step is None:
+        chosen, newer = _newest_whole(store)
+    if chosen is None or (step is not None and store.wrong(step)):
+        return chosen, newer, None
+    sizes = ""
+    if world_size() > 1:  # else nobody compares it
+        sizes = _digest_of_sizes(store, chosen)
+    return chosen, newer, sizes
+
+
+def _digest_of_sizes(store: Store, step: int) -> str:
+    """Other ranks compare it, and read no list of what each rank has written."""
+    sizes = sorted(store.sizes(step).items())
+    return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
 
 
 def _newest_whole(store: Store) -> tuple[int | None, list[int]]:
@@ -215,8 +235,13 @@ def _nothing_older(name: str, damage: object) -> DamagedCheckpoint:
     )
 
 
-def _seen_wrong(store: Store, step: int) -> list[str]:
-    """What this rank sees that is wrong with the checkpoint of ``step``."""
+def _seen_wrong(store: Store, step: int, sizes: str | None) -> list[str]:
+    """What this rank sees that is wrong with the checkpoint of ``step``.
+
+    Nothing, without a look at each, if its files have the ``sizes`` of those that are whole.
+    """
+    if sizes is not None and (own_rank() == 0 or _digest_of_sizes(store, step) == sizes):
+        return []
     wrong = store.wrong(step)
     if wrong:
         there = store.steps()

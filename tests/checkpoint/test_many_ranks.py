@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,17 @@ def test_a_save_on_eight_ranks_takes_the_collectives_of_two() -> None:
     assert eight["sent_bytes"] < 1.2 * two["sent_bytes"]
     more = eight["plan_received_by_others_bytes"] / two["plan_received_by_others_bytes"]
     assert more < 1.2, "every rank was sent the list of what all have"
+
+
+def test_a_resume_reads_a_few_manifests_a_rank() -> None:
+    """Rank 0 reads all; the others read those of the files that they read, and compare sizes."""
+    command = [sys.executable, str(TOOL), "--reshard", "8", "8", "--parameters", "8"]
+    ran = subprocess.run(
+        [*command, "--stores", "directory"], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    manifests = re.findall(r"read (\d+) manifests", ran.stdout)
+    assert manifests[0] == "0" and 8 <= int(manifests[1]) < 8 * 8, ran.stdout
 
 
 def test_random_numbers_that_are_drawn_make_no_new_list_of_contents(
