@@ -259,19 +259,18 @@ class Observer:
             logs = [file.read_text()[-2000:] for file in (scratch / "clean.job").glob("*.log")]
             raise RuntimeError(f"the job fails with no fault: {clean}\n{''.join(logs)}")
         self.counts, self.end = clean.counts, clean.ended
+        self.cases = [case for case in CASES if self.ranks_at(case[1])]
         shutil.rmtree(scratch / "clean")
 
-    def plan(self, trial: int, seed: int) -> tuple[Fault, random.Random] | None:
-        """The fault of a trial: kinds and points in turn, rank and hit by chance.
+    def ranks_at(self, point: str) -> list[int]:
+        """Those that come to ``point``: some ways of saving never do."""
+        return [rank for rank in range(RANKS) if self.counts[rank].get(point)]
 
-        None if this way of saving never comes to that point.
-        """
-        kind, point = CASES[trial % len(CASES)]
+    def plan(self, trial: int, seed: int) -> tuple[Fault, random.Random]:
+        """The fault of a trial: kinds and points in turn, rank and hit by chance."""
+        kind, point = self.cases[trial % len(self.cases)]
         rng = random.Random(f"{seed}/{trial}")
-        ranks = [rank for rank in range(RANKS) if self.counts[rank].get(point)]
-        if not ranks:
-            return None
-        rank = rng.choice(ranks)
+        rank = rng.choice(self.ranks_at(point))
         return Fault(kind, point, rank, rng.randint(1, self.counts[rank][point])), rng
 
     def trial(self, number: int, fault: Fault, rng: random.Random) -> dict:
@@ -421,10 +420,9 @@ def main() -> int:
     scratch = scratch_directory()
     observer = Observer(scratch, way=options.way)
     for number in trials:
-        plan = observer.plan(number, options.seed)
-        if number in done or plan is None:
+        if number in done:
             continue
-        result = observer.trial(number, *plan)
+        result = observer.trial(number, *observer.plan(number, options.seed))
         result |= {"seed": options.seed, "way": options.way, "code": code()}
         results.append(result)
         print(json.dumps(result), flush=True)
