@@ -188,3 +188,13 @@ def test_training_with_fsdp2_has_no_conflict(recorder):
         optimizer.zero_grad()
     assert recorder.count > 0
     assert [str(conflict) for conflict in recorder.conflicts] == []
+
+
+def test_a_future_that_is_set_carries_what_its_stream_has_queued(recorder):
+    tensor, future = torch.ones(8), torch.futures.Future()
+    use(tensor)
+    future.set_result(None)
+    with torch.cpu.stream(torch.cpu.Stream()):
+        future.wait()
+        use(tensor)
+    assert not recorder.conflicts

@@ -359,3 +359,11 @@ def test_what_is_compiled_runs_as_it_is_and_is_recorded(recorder):
         doubled(tensor)
     assert not frames, "torch compiles the recorder"
     assert "(mul)" in str(recorder.conflicts[0])
+
+
+def test_of_very_many_pieces_the_whole_span_counts(recorder):
+    table = torch.zeros(2048, 8)
+    write(table[-1])
+    with torch.cpu.stream(torch.cpu.Stream()):
+        read(table[:, :4])
+    assert len(recorder.conflicts) == 1
