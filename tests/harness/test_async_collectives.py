@@ -198,3 +198,23 @@ def test_a_future_that_is_set_carries_what_its_stream_has_queued(recorder):
         future.wait()
         use(tensor)
     assert not recorder.conflicts
+
+
+def test_the_future_of_ddps_own_all_reduce_orders_what_waits_for_it(recorder):
+    """As ``_apply_optimizer_in_backward`` does, on a stream of its own."""
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    stepping = torch.cpu.Stream()
+
+    def step_at_once(reducer, bucket):
+        summed = reducer._run_allreduce_hook(bucket)
+        with torch.cpu.stream(stepping):
+            summed.wait()
+            use(bucket.buffer())
+        torch.cpu.current_stream().wait_stream(stepping)
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model.register_comm_hook(model.reducer, step_at_once)
+    model(torch.ones(2, 8)).sum().backward()
+    assert not recorder.conflicts

@@ -101,6 +101,7 @@ class Collectives:
         recorder.watch(torch.futures, "collect_all", after=self.collected)
         recorder.watch(torch.futures, "wait_all", after=self.waited_for_all)
         recorder.replace(dist, "_register_comm_hook", self.register_unwatched())
+        recorder.watch(dist.Reducer, "_run_allreduce_hook", after=self.issued_by_reducer)
 
     # Issuing
 
@@ -283,6 +284,12 @@ class Collectives:
             return callback(future)
 
     # DDP
+
+    def issued_by_reducer(self, future: object, *_: object) -> None:
+        """It began after what was launched on the current stream; waiting is for both."""
+        if future is not None:
+            pending = self.pending[future] = Pending()
+            pending.clock = dict(self.recorder.this_thread().current.clock)
 
     def register_unwatched(self) -> Callable:
         original = dist._register_comm_hook
