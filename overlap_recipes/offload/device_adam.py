@@ -350,7 +350,9 @@ class DeviceUpdates(LayerUpdates):
         self.error = None
 
     def close(self) -> None:
-        """Wait for the device, and let the model stream without updates."""
+        """Make what is due of a whole step, wait, and let the model stream without updates."""
+        if not self.has_failed():
+            self.queue_up_to(len(self.pieces))
         for event in self.home.values():
             event.synchronize()
         for buffer in self.buffers:

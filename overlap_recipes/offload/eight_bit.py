@@ -176,6 +176,7 @@ def is_by_block(name: str) -> bool:
 
 def state_on_device(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """Of a parameter that stays on the device: zeros, which are its start."""
+    refuse_dtypes([parameter])  # it may have been frozen until now
     make_tables(parameter.device)
     state = {"step": torch.zeros((), dtype=FP32, device=parameter.device)}
     return state | _zeros(parameter)
@@ -189,9 +190,9 @@ def _zeros(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def refuse_dtypes(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise where weights are neither bf16 nor fp32."""
+    """Raise where weights that are trained are neither bf16 nor fp32."""
     for parameter in parameters:
-        if parameter.dtype not in (torch.bfloat16, FP32):
+        if parameter.requires_grad and parameter.dtype not in (torch.bfloat16, FP32):
             raise ValueError(
                 f'moments="8bit" trains bfloat16 and float32, and a parameter is in '
                 f"{parameter.dtype}"
@@ -313,6 +314,23 @@ def update_on_device(settings: dict, parameter: nn.Parameter, state, scale, skip
 # Loads
 
 
+def refuse_other_states(states: Iterable[dict]) -> None:
+    """Raise where the state of a parameter is not of an AdamW of torch, or of either kind of ours.
+
+    Raises:
+        ValueError: what it has.
+    """
+    known = {"step", "master", "rest", "digest"}
+    for moment in SIGNED:
+        known |= {moment, f"{moment}_codes", f"{moment}_scales"}
+    for found in states:
+        is_whole = True
+        for moment in SIGNED:
+            is_whole = is_whole and (moment in found or f"{moment}_codes" in found)
+        if found and not (is_whole and found.keys() <= known):
+            raise ValueError(f"the state is of another optimizer: a parameter has {sorted(found)}")
+
+
 def load_states(state: dict, parameters: Iterable[nn.Parameter], saved: dict) -> None:
     """Load a state dict of this format, or one with moments in fp32; what it lacks is zero.
 
@@ -327,7 +345,7 @@ def load_states(state: dict, parameters: Iterable[nn.Parameter], saved: dict) ->
             continue
         kept = state[parameter]
         found = saved["state"].get(name, {})
-        found = {**found, **_from_fp32(found, kept, parameter)}
+        found = {**found, **_converted(found, kept, parameter)}
         for which, tensor in kept.items():
             if which in found:
                 tensor.copy_(found[which].reshape(tensor.shape))
@@ -335,21 +353,36 @@ def load_states(state: dict, parameters: Iterable[nn.Parameter], saved: dict) ->
                 tensor.zero_()
 
 
-def _from_fp32(found: dict, kept: dict, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """What ``kept`` wants of a state with moments in fp32; its master goes into the parameter."""
+def _converted(found: dict, kept: dict, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """What ``kept`` wants of a state of another kind; its master goes into the parameter."""
     made = {}
     for moment, signed in SIGNED.items():
         if moment in found and f"{moment}_codes" in kept:
             values = found[moment].to(parameter.device, FP32).reshape(-1)
             made[f"{moment}_codes"], made[f"{moment}_scales"] = quantize(values, signed)
-    if "master" not in found:
+    if "rest" in found and "rest" in kept:  # it is taken as it is
         return made
-    master = found["master"].to(parameter.device).reshape(-1)
+    master = _master_in(found, parameter)
+    if master is None:
+        return made
     if "rest" in kept:
         master, made["rest"] = split(master)
         made["digest"] = digest_of(master)
     parameter.copy_(master.view_as(parameter))
     return made
+
+
+def _master_in(found: dict, parameter: nn.Parameter) -> torch.Tensor | None:
+    """The master, flat, in a state of either kind; None where weights are their own."""
+    if "master" in found:
+        return found["master"].to(parameter.device).reshape(-1)
+    if "rest" not in found:
+        return None
+    flat = parameter.detach().reshape(-1)
+    weight = flat.bfloat16()  # a model in fp32 has loaded these
+    rest = found["rest"].to(flat.device).reshape(-1)
+    master = master_of(weight, rest, found["digest"].to(flat.device))
+    return torch.where(weight == flat, master, flat)
 
 
 def in_fp32(saved: dict, parameters: Iterable[nn.Parameter]) -> dict:
@@ -371,8 +404,7 @@ def _in_fp32(found: dict, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
             codes = found[f"{moment}_codes"].reshape(-1)
             values = dequantize(codes, found[f"{moment}_scales"], signed)
             made[moment] = values.view(parameter.shape)
-    if "rest" in found:
-        rest = found["rest"].reshape(-1)
-        weight = parameter.detach().reshape(-1).to(rest.device)
-        made["master"] = master_of(weight, rest, found["digest"]).view(parameter.shape)
+    master = _master_in(found, parameter)
+    if master is not None:
+        made["master"] = master.view(parameter.shape)
     return made

@@ -434,8 +434,11 @@ class HostAdamW(torch.optim.Optimizer, Follower):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load what this or an AdamW of torch gave; weights become the rounded masters.
 
+        Where the moments had 8 bits and have not now, or the weights another dtype, the model loads
+        first: what it has is a part of the masters.
+
         Raises:
-            ValueError: it is of other parameters, or of another Adam.
+            ValueError: it is of other parameters, or of another optimizer.
         """
         groups = state_dict["param_groups"]
         found = [len(group["params"]) for group in groups]
@@ -443,6 +446,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         if found != expected:
             raise ValueError("the state is of other parameters")
         pieces.refuse_other_adams(groups)
+        eight_bit.refuse_other_states(state_dict["state"].values())
         self.host.begin_load()
         if self.in_backward or self.host.has_failed():
             self.forget()

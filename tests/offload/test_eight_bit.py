@@ -1,6 +1,6 @@
 """Moments in 8 bits, updated on the device: numbers, order, refusals, and what a host holds."""
 
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from copy import deepcopy
 
 import pytest
@@ -255,6 +255,22 @@ def test_weights_that_something_else_has_changed_count():
             assert not parameter.any() and not optimizer.state[parameter]["rest"].any()
 
 
+def test_a_loop_that_fails_behind_a_step_leaves_it_whole():
+    """Layers that were due were left out, and so weights torn."""
+    models = wide_llama(), wide_llama()
+    for model, error in zip(models, (None, KeyboardInterrupt), strict=True):
+        with (
+            suppress(KeyboardInterrupt),
+            closing(streamed_of(model)) as streamed,
+            eight_bits(model, streamed, False) as optimizer,
+        ):
+            model(**batch(0)).loss.backward()
+            optimizer.step()
+            if error:
+                raise error
+    assert same(*models) and steps_of(optimizer) == {1}
+
+
 @pytest.mark.parametrize("changed", [0, 3])
 def test_weights_that_are_changed_during_their_update_raise(changed):
     """Behind ``step()``, without ``wait()``: before the update, after it, or in between."""
@@ -303,6 +319,35 @@ def test_states_of_both_kinds_are_loaded_by_each_other():
             assert (ours["exp_avg"] - theirs["exp_avg"]).abs().max() <= 0.01 * ours[
                 "exp_avg"
             ].abs().max()
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_a_model_in_fp32_takes_the_masters_of_one_in_bf16(moments):
+    models = wide_llama(), wide_llama(torch.float32)
+    with (
+        closing(eight_bits(models[0], streamed_of(models[0]), False)) as ours,
+        closing(whole(models[1], streamed_of(models[1]), moments=moments)) as theirs,
+    ):
+        models[0](**batch(0)).loss.backward()
+        ours.step()
+        models[1].load_state_dict(models[0].state_dict())
+        theirs.load_state_dict(deepcopy(ours.state_dict()))
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            kept = ours.state[p]
+            master = eight_bit.master_of(p.view(-1), kept["rest"].view(-1), kept["digest"])
+            assert torch.equal(master, q.view(-1))
+
+
+def test_states_of_other_optimizers_are_refused():
+    """They left moments of zeros, and a count of steps."""
+    model = wide_llama()
+    for moments in ("fp32", "8bit"):
+        with closing(whole(model, streamed_of(model), moments=moments)) as optimizer:
+            for names in (("step", "exp_avg"), ("step", "state1", "state2")):
+                state = optimizer.state_dict()
+                state["state"] = {0: dict.fromkeys(names, torch.ones(()))}
+                with pytest.raises(ValueError, match="of another optimizer"):
+                    optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("weights_first", [False, True])
@@ -377,6 +422,16 @@ def test_what_8_bits_do_not_do_is_refused():
     half = wide_llama(torch.float16)
     with closing(streamed_of(half)) as streamed, pytest.raises(ValueError, match="float16"):
         HostAdamW(half.parameters(), streamed, moments="8bit")
+    frozen = wide_llama()
+    frozen.lm_head.half().requires_grad_(False)
+    with (
+        stream_layers(frozen, frozen.model.layers, "cpu") as streamed,
+        HostAdamW(frozen.parameters(), streamed, moments="8bit") as optimizer,
+    ):
+        frozen.lm_head.requires_grad_(True)
+        frozen.lm_head.weight.grad = torch.ones_like(frozen.lm_head.weight)
+        with pytest.raises(ValueError, match="float16"):
+            optimizer.step()
 
 
 def test_a_small_model_learns_as_with_moments_in_fp32():
