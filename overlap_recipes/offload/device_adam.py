@@ -140,8 +140,8 @@ class DeviceUpdates(LayerUpdates):
         shapes = {}  # by the state's name and dtype, and in it by parameter
         for name, parameter in like.items():
             for kind, (shape, dtype) in eight_bit.kinds_of_state(parameter).items():
-                some = torch.empty(shape, device="meta")
-                shapes.setdefault((kind, dtype), {})[name] = some
+                of_that_shape = torch.empty(shape, device="meta")
+                shapes.setdefault((kind, dtype), {})[name] = of_that_shape
         found = {}
         for (kind, dtype), of_kind in shapes.items():
             found[kind] = HostBuffer(of_kind, dtype, self.streamed.device)
@@ -159,8 +159,8 @@ class DeviceUpdates(LayerUpdates):
             flat = {"weight": weights.flat[begin : begin + numel]}
             for kind, buffer in buffers.items():
                 if name in buffer.shapes:
-                    at = buffer.offsets[list(buffer.shapes).index(name)]
-                    flat[kind] = buffer.flat[at:]
+                    start = buffer.offsets[list(buffer.shapes).index(name)]
+                    flat[kind] = buffer.flat[start:]
             for at in range(0, numel, eight_bit.PIECE):
                 end = min(at + eight_bit.PIECE, numel)
                 here = slice(begin + at, begin + end)
@@ -186,7 +186,7 @@ class DeviceUpdates(LayerUpdates):
         return sizes
 
     def take_changes(self, layer: int) -> None:
-        """Weights are those that the layer's backward has; digests find rests of no use."""
+        """From here on, changes are those between backward and step; digests tell of others."""
         self.note_masters(self.streamed.layers[layer].trained.values())
 
     # Steps
@@ -282,7 +282,7 @@ class DeviceUpdates(LayerUpdates):
     # The training thread
 
     def may_load(self, layer: int) -> bool:
-        """Whether a load would not wait; if it would, the layers before it are queued first."""
+        """Whether a load now would not wait; if it would, it is made when the layer is called."""
         return layer not in self.due and self.home[layer].query()
 
     def before_load(self, layer: int) -> None:

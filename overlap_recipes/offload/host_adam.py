@@ -198,7 +198,7 @@ class HostUpdates(LayerUpdates):
         return announced
 
     def may_load(self, layer: int) -> bool:
-        """Whether a load would not wait; if it would, the layers before it are queued first."""
+        """Whether a load now would not wait; if it would, it is made when the layer is called."""
         return layer not in self.updates or self.updates[layer].ended.done()
 
     def before_load(self, layer: int) -> None:

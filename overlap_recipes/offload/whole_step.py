@@ -188,7 +188,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         """With 8 bits and ``in_backward``: have a layer updated by gradients that never travel."""
         if self.kept is pieces or not self.in_backward or not self.synchronises:
             return False
-        with self.updated(layer):
+        with self.updating(layer):
             self.host.queue(layer, here=True)
         self.taken.add(layer)
         self.streamed.note_taken(layer)
@@ -201,11 +201,11 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         """With ``in_backward``: have a layer updated when its gradients are on the host."""
         self.note_at_end(layer)
         if self.in_backward and self.synchronises:
-            with self.updated(layer):
+            with self.updating(layer):
                 pass
 
-    def updated(self, layer: int) -> AbstractContextManager:
-        """Of the host's updates: ``later``, for a layer by itself, whose gradients are known."""
+    def updating(self, layer: int) -> AbstractContextManager:
+        """Announce the update of a layer, whose gradients are known; the block is a part of it."""
         self.refuse_changed_weights(layer)
         trained = self.streamed.layers[layer].trained.values()
         norms = [self.norms[parameter] for parameter in trained]
