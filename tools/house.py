@@ -2,9 +2,8 @@
 
     python tools/house.py [FOLDER]    # another checkout, to compare with
 
-Reads files as text; imports nothing of them. A package inside, such as ``state``, counts as one
-floor of that chain, whatever rooms it has: a reader may take it for one thing. Its own chain, from
-its ``__init__`` on, is printed apart. What a function imports when it is called does not count.
+A package inside, such as ``state``, counts as one floor of that chain, and its own chain is printed
+apart. What a function imports when it is called does not count.
 """
 
 import ast

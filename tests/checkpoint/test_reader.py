@@ -213,30 +213,6 @@ def test_a_storage_that_stalls_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert not x.any(), "what comes too late changes nothing"
 
 
-def test_entries_in_the_form_of_another_torch_are_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a tensor lies is taken from this torch's form, and compared with what is there."""
-    state = {"x": torch.arange(float(BLOCK)), "o": {"n": 1}}
-    directory = saved(tmp_path / "step1", state)
-    form = entries.around
-
-    def another(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-        head, tail = form(shape, dtype)
-        return head[1:], tail + b" "
-
-    monkeypatch.setattr(entries, "around", another)
-    looked = []
-    monkeypatch.setattr(reader, "place_of", lambda *of: looked.append(of) or entries.place_of(*of))
-    targets = {"x": torch.zeros(BLOCK), "o": {"n": 0}}
-    loaded(directory, targets)
-    assert torch.equal(targets["x"], state["x"]) and looked
-    monkeypatch.setattr(entries, "around", form)
-    looked.clear()
-    loaded(directory, targets)
-    assert not looked, "a look that is not needed"
-
-
 def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     """In a tensor, in one that DCP reads, in an object, in the list of contents, in a manifest."""
     state = {"x": torch.ones(3 * BLOCK // 4), "turned": torch.ones(4, 5).t(), "o": {"n": 1}}

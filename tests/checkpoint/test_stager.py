@@ -16,7 +16,6 @@ from overlap_recipes.checkpoint.copies import Copies
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState, is_staged, read
 from overlap_recipes.checkpoint.stores.directory import Folder
-from overlap_recipes.checkpoint.writer import FileWriter
 
 TWO_RANKS = (
     "an_older_checkpoint_of_the_name_is_replaced_whole",
@@ -119,31 +118,6 @@ def test_saves_that_were_made_before_the_process_group_are_refused() -> None:
             saves.save({}, Path("x"))
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("before", "mine"),
-    [
-        (True, "tokenizer.json"),
-        (True, ".metadata"),
-        (False, "tokenizer.json"),
-        (False, "model/tokenizer.json"),
-    ],
-)
-def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(tmp_path, before, mine) -> None:
-    part = "model"
-    place = tmp_path / "latest"
-    with Saves(CPU, writer=FileWriter(part)) as saves:
-        if not before:
-            saves.save({"x": torch.zeros(2)}, place).result()
-        (place / mine).parent.mkdir(parents=True, exist_ok=True)
-        (place / mine).write_text("mine")
-        saves.save({"x": torch.ones(2)}, place)
-        with pytest.raises(RuntimeError, match="not empty"):
-            saves.wait()
-    assert (place / mine).read_text() == "mine"
-    kept = loaded(tmp_path / "latest.incomplete" / part, {"x": torch.zeros(2)})["x"]
-    assert torch.equal(kept, torch.ones(2))
 
 
 def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monkeypatch):

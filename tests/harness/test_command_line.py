@@ -58,18 +58,6 @@ def test_a_kind_that_is_turned_off_is_a_note_by_the_command_and_by_the_settings(
     assert "--off checkpoint_wrong: only child_died, " in capsys.readouterr().err
 
 
-def test_a_script_that_reads_beside_itself_is_told_of_the_option(
-    tmp_path, monkeypatch, capsys
-) -> None:
-    write(tmp_path, "settings.txt", "width = 3")
-    script = write(tmp_path, "reads.py", "assert open('settings.txt').read() == 'width = 3'\n")
-    run_it = ("run", script, "--ranks", 1, "--launcher", "warm")
-    assert command(monkeypatch, *run_it) == 1
-    hint = f"it lies beside the script: run it with --cwd {tmp_path}"
-    assert hint in capsys.readouterr().out
-    assert command(monkeypatch, *run_it, "--cwd", tmp_path) == 0
-
-
 @pytest.mark.parametrize("launcher", ["warm", "torchrun"])
 def test_the_command_ended_by_sigterm_leaves_no_directory_and_no_traceback(
     tmp_path, launcher: str

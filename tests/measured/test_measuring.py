@@ -2,12 +2,9 @@
 
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from benchmarks import measuring
 from benchmarks.measuring import (
     Results,
     median_interval,
@@ -43,19 +40,3 @@ def test_rows_of_another_commit_stay_until_they_are_measured_again(
     assert not third.has("ours", tokens=1) and third.has("ours", tokens=2)
     third.add({"name": "ours", "tokens": 1})
     assert len(third.data["rows"]) == 3 and third.find("ours", tokens=1)["commit"] == "def"
-
-
-def test_a_device_on_which_another_program_works_is_not_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    total = 80 * 10**9
-    held = [30 * 10**9, 30 * 10**9, 10**9]  # bytes, at each look
-    memory = SimpleNamespace(mem_get_info=lambda device: (total - held.pop(0), total))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: memory)
-    measuring.refuse_shared_device(torch.device("cpu"))
-    assert not held, "it has not waited until the memory was given back"
-
-    monkeypatch.setattr(measuring, "OTHERS_END_S", 0.0)
-    held.extend([30 * 10**9] * 2)
-    with pytest.raises(RuntimeError, match=r"another program holds 30\.0 GB of cpu: end it first"):
-        measuring.refuse_shared_device(torch.device("cpu"))

@@ -117,13 +117,6 @@ def test_no_gathered_weight_of_fully_shard_is_copied(tmp_path):
     assert report.ok, report.describe()
 
 
-def test_small_tensors_stay(recipe):
-    with offloading(recipe, smallest=NBYTES + 1) as offload:
-        with offload.saving():
-            activation().exp().sum().backward()
-        assert offload.wanted == 0
-
-
 UNLIKE_THEIR_BYTES = {
     "conjugated": lambda: torch.randn(ROWS, WIDTH, dtype=torch.complex64).conj(),
     "negated": lambda: torch.randn(ROWS, WIDTH, dtype=torch.complex64).conj().imag,

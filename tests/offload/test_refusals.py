@@ -132,21 +132,6 @@ def weight_of_another_class(model: Net, change: Callable) -> None:
             dist.destroy_process_group()
 
 
-@refuses(
-    ValueError,
-    "Invalid",
-    lr={"lr": -1e-2},
-    no_number={"lr": float("nan")},
-    beta_1={"betas": (1.1, 0.9)},
-    beta_2={"betas": (0.9, 1.0)},
-    eps={"eps": -1e-8},
-    decay={"weight_decay": -0.1},
-)
-def settings_that_no_adamw_takes(model: Net, settings: dict) -> None:
-    with trained(model, **settings):
-        pass
-
-
 @refuses(RuntimeError, "gradients in .*float32 are for HostAdamW: build it before backward")
 def gradient_dtype_without_our_optimizer(model: Net) -> None:
     model.bfloat16()
