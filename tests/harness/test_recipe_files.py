@@ -1,4 +1,4 @@
-"""Files of recipes: which are found, what one imports and needs, its hash, its size, a kept run."""
+"""Files of recipes: their hash, a kept run, and who starts their ranks."""
 
 import dataclasses
 
@@ -12,22 +12,6 @@ from rankproof.recipe import load_recipe
 from rankproof.run import Report, run
 from rankproof.sources import code_sha256
 from rankproof.starts import own_ranks
-
-
-@pytest.mark.parametrize(
-    ("source", "saves"),
-    [
-        ("from torch.distributed import checkpoint as dcp", True),
-        ("import torch.distributed.checkpoint as dcp", True),
-        ("from torch.distributed.checkpoint.state_dict_saver import save", True),
-        ("import helper_that_saves", True),
-        ("from torch.distributed import checkpoints_of_another_kind", False),
-        ("import torch.distributed as dist  # not torch.distributed.checkpoint", False),
-    ],
-)
-def test_a_recipe_that_may_save_is_found_by_what_it_imports(tmp_path, source, saves) -> None:
-    write(tmp_path, "helper_that_saves.py", "from torch.distributed.checkpoint import save\n")
-    assert load_recipe(write(tmp_path, "recipe.py", source + "\n")).saves == saves
 
 
 def test_a_run_is_kept_until_code_edit_or_ranks_change_and_only_if_it_ended_as_it_must(

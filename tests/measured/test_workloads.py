@@ -30,12 +30,3 @@ def test_a_stock_loop_reads_in_forward_and_at_the_end_of_a_step(one_rank) -> Non
         loop.step()
     assert reads.count == 2
     assert loop.loss is not None
-
-
-def test_both_loops_train_the_same_weights(one_rank) -> None:
-    loops = [tiny(reads=reads) for reads in (True, False)]
-    for loop in loops:
-        for _ in range(3):
-            loop.step()
-    reading, free = ([p.full_tensor() for p in loop.parameters] for loop in loops)
-    assert all(torch.equal(a, b) for a, b in zip(reading, free, strict=True))

@@ -1,4 +1,4 @@
-"""Adam in pieces: bits, blocks that it refuses, and what Adam loses whose state is not in fp32."""
+"""Adam in pieces: bits, in blocks of several, on threads."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -39,25 +39,3 @@ def test_blocks_of_several_pieces_on_threads_have_the_bits_of_torchs_adamw():
         assert torch.equal(mine, master) and torch.equal(weight, master.bfloat16())
         assert torch.equal(exp_avg, state["exp_avg"])
         assert torch.equal(exp_avg_sq, state["exp_avg_sq"])
-
-
-@pytest.mark.parametrize(
-    ("block", "says"),
-    [
-        ([torch.ones(50), *(torch.ones(100) for _ in range(4))], "flat tensors of one length"),
-        ([torch.ones(100), *(torch.ones(50) for _ in range(4))], "flat tensors of one length"),
-        ([torch.ones(10, 10) for _ in range(5)], "flat tensors without gaps"),
-        (
-            [*torch.ones(2, 100).bfloat16(), *torch.ones(2, 100), torch.ones(200)[::2]],
-            "without gaps",
-        ),
-        ([torch.ones(100).bfloat16() for _ in range(5)], "moments and scratch are in fp32"),
-        ([torch.ones(100) for _ in range(5)], "its own master"),
-    ],
-)
-def test_a_block_that_would_be_updated_in_part_or_beyond_its_end_is_refused(block, says):
-    numbers = pieces.numbers_of(pieces.SETTINGS, 1.0)
-    with pytest.raises(ValueError, match=says):
-        pieces.update_block(
-            pieces.update_pieces, [*block, torch.empty(200)], torch.tensor(1.0), numbers
-        )
