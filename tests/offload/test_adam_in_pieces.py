@@ -1,4 +1,4 @@
-"""Adam in pieces: bits, in blocks of several, on threads."""
+"""Adam in pieces has the bits of torch's AdamW, in blocks of several pieces on threads."""
 
 from concurrent.futures import ThreadPoolExecutor
 
