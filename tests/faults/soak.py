@@ -432,6 +432,9 @@ def main() -> int:
     counted = Counter((result["kind"], result["point"]) for result in results)
     for (kind, point), count in sorted(counted.items()):
         print(f"{kind} at {point}: {count}")
+    for kind, point in CASES:
+        if (kind, point) not in observer.cases:
+            print(f"{kind} at {point}: saves by {options.way} do not come to it")
     lost, hung, left = (sum(bool(r[what]) for r in results) for what in ("wrong", "hung", "left"))
     if lost or hung or left:
         print(f"what is left of them: {scratch}")

@@ -89,6 +89,9 @@ class Manager(Way):
         state = TrainingState(self.app.model, self.app.optimizer)
         self.manager = CheckpointManager(self.root, state, keep_last=self.keep_last, grace_s=None)
 
+    def install(self, points: Points) -> None:
+        points.around(TrainingState, "state_in_place", lambda *_: "state_dict")
+
     def resume(self) -> None:
         self.manager.__enter__()
         self.app.step = self.manager.resume()
@@ -111,6 +114,7 @@ class Store(Manager):
         self.manager = CheckpointManager(url, state, keep_last=self.keep_last, grace_s=None)
 
     def install(self, points: Points) -> None:
+        super().install(points)
         points.around(ObjectSink, "write", lambda sink, *_: point_of(sink.path))
         points.around(ObjectSink, "__exit__", lambda sink, *_: point_of(sink.path))
         points.around(Objects, "commit", lambda *_: "rename")
