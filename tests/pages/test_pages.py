@@ -168,6 +168,7 @@ def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
     # On the GPU machine alone, or brought by torchtitan; a row says so where a peer is not there.
     peers = {"deepspeed", "torch_checkpointing"}
     peers.add("ray")  # tools/engines/ray.sh installs its own
+    peers.add("triton")  # torch for CUDA brings it
     imported = set()
     for name in files.stdout.split():
         for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
