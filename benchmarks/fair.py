@@ -75,12 +75,19 @@ class Column:
         return list(found.values())
 
     def lead(self, field: str) -> float:
-        """How far ours is ahead of the best peer: above one, or below where a peer is ahead."""
-        peers = [row[field] for row in self.others if is_peer(row)]
+        """How far ours is ahead of the best peer for sure: above one, or below if it may not be.
+
+        By the ends of the intervals that are the worse for ours.
+        """
+        peers = [
+            interval(row, field) or (row[field], row[field]) for row in self.others if is_peer(row)
+        ]
         if not peers:
             return 0.0
-        best = peers[0]
-        return self.ours[field] / best if field in HIGHER else best / self.ours[field]
+        low, high = interval(self.ours, field) or (self.ours[field], self.ours[field])
+        if field in HIGHER:
+            return low / max(best for _, best in peers)
+        return min(best for best, _ in peers) / high
 
 
 def columns(rows: list[dict], name: str, field: str) -> list[Column]:

@@ -18,10 +18,9 @@ straight to their place. Your loop stays as it is, and on two ranks every bit of
    single: NCCL takes SMs from the matmuls
    single: faster FSDP2 all-gather on NVLink
 
-**When not to bother:** your ranks are on several hosts (the call refuses them); communication costs
-you little; or a GPU has fewer than 4,096 tokens a step: there the host sets the pace, and stock FSDP2
-is as fast or faster. The first 30 steps measure both and keep the faster. How sharded training works:
-:doc:`stream_context`.
+**When not to bother:** your ranks are on several hosts (the call refuses them), or communication costs
+you little. With few tokens a step the host sets the pace, and gains vary from run to run. The first 30
+steps measure both ways and keep the faster. How sharded training works: :doc:`stream_context`.
 
 .. code-block:: python
 
