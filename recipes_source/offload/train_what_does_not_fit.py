@@ -352,22 +352,20 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# A stock Llama of 8 G parameters with a schedule and a budget of 24 GB for state on the device
-# (:doc:`/guide/measured`). Throughput is a share of a resident run's. ``torchao_clipped`` is
-# torchao's offload with our clipping, as cheap as we know; its weights and moments are bfloat16, without
-# masters.
+# A stock Llama of 8 G parameters, a budget of 24 GB on the device (:doc:`/guide/measured`). Throughput
+# is a share of a resident run's. ``torchao_clipped`` is torchao's offload with our clipping.
 #
 # .. result-table:: offload_step
 #    :rows: streamed_adam streamed_adam_in_backward 8bit 8bit_in_backward torchao_clipped
 #    :where: model=llama-8b tokens=16384
 #
-# A model with fewer tokens a step, beside torchao on the same machine:
+# Fewer tokens a step, beside torchao on the same machine:
 #
 # .. result-table:: offload_step
 #    :rows: 8bit_in_backward torchao
 #    :where: model=qwen3-4b tokens=8192
 #
-# With 8 bits and a device held to 24 GB (16 GB of it used), all layers on the host:
+# On a device that is held to 24 GB:
 #
 # .. result-table:: offload_step
 #    :rows: 8bit_held
