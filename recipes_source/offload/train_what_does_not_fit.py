@@ -11,7 +11,7 @@ several ranks. Losses and weights are those of a run that keeps everything on th
 Adam rounds differently from the host's.
 
 .. result-gain:: offload_step
-   :rows: 8bit_in_backward 8bit streamed_adam
+   :rows: streamed_adam streamed_adam_in_backward 8bit 8bit_in_backward
    :field: kept
    :where: model=llama-8b
 
