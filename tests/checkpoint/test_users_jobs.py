@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import lr_scheduler
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from overlap_recipes.checkpoint import CheckpointManager, TrainingState
 
@@ -199,6 +199,31 @@ def test_an_epoch_that_the_loop_sets_for_accelerate_is_that_of_the_save(
         else:
             with pytest.raises(ValueError, match="the loop has set epoch"):
                 next(iter(data))
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_an_epoch_that_is_set_back_when_the_pass_has_begun_is_refused(
+    tmp_path: Path, epoch: int
+) -> None:
+    """Lightning makes the iterator, then sets the epoch, and counts from 0 after a load."""
+    for resumes in (False, True):
+        sampler = DistributedSampler(DATA, 1, 0)
+        data = loader(sampler=sampler)
+        state = TrainingState(nn.Linear(1, 1), per_rank={"data": data})
+        with CheckpointManager(tmp_path, state, grace_s=None) as own:
+            if own.resume() == 0:
+                sampler.set_epoch(1)
+            batches_of_pass = iter(data)
+            if not resumes:
+                next(batches_of_pass)
+                own.save(1)
+                continue
+            sampler.set_epoch(epoch)
+            if epoch > 0:
+                next(batches_of_pass)
+                continue
+            with pytest.raises(ValueError, match="epoch of DistributedSampler is 0, and was 1"):
+                next(batches_of_pass)
 
 
 class Stream(IterableDataset):

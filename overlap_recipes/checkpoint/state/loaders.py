@@ -4,6 +4,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from inspect import isgeneratorfunction
 from itertools import chain, islice
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .random_numbers import has_drawn_more_than_a_seed, numbers_of_host, set_numbers_of_host
 from .samplers import OwnCounts, draws_by_own_code, innermost_sampler, refuse_without_a_state
-from .telling import end_pass, has_begun, listen, watch
+from .telling import before_first, end_pass, has_begun, listen, watch
 
 LOG = logging.getLogger(__name__)
 _KEY = "overlap_recipes.pass"  # in the state of a loader
@@ -156,7 +157,18 @@ class LoaderInPass:
                 return self._begin(make, of_loop)
         elif has_ended:
             self.own_counts.write(before)
+        before_first(iterator, partial(self._refuse_epochs_set_back, self._counts()))
         return iterator
+
+    def _refuse_epochs_set_back(self, began: dict) -> None:
+        """Raise where the loop has, since the iterator was made: it counts from 0 after a load."""
+        epochs = self.own_counts.other_epochs(self._counts(), began)
+        if min(epochs.values(), default=0) < 0:
+            raise ValueError(
+                f"{self.name}: {'; '.join(epochs)} at the save, so that later passes would have "
+                "orders of earlier ones: let the loop go on with the epoch of the save (in "
+                "Lightning, set trainer.fit_loop.epoch_progress.current.processed)"
+            )
 
     def _other_epochs(self, of_loop: dict) -> dict[str, int]:
         """By how much epochs that the loop has set are ahead of those of the save."""

@@ -133,6 +133,27 @@ def _over(cls: type, why: str) -> type:
     return Over
 
 
+def before_first(iterator: Iterator, look: Callable[[], None]) -> None:
+    """Call ``look``, which may raise, before the first batch of ``iterator``."""
+    iterator.__class__ = _looked_at_first(type(iterator))
+    iterator.look = look
+
+
+@cache
+def _looked_at_first(cls: type) -> type:
+    class LookedAtFirst(cls):
+        look: Callable[[], None] | None = None
+
+        def __next__(self) -> object:
+            if self.look is not None:
+                self.look()
+                self.look = None
+            return super().__next__()
+
+    _take_names(LookedAtFirst, cls)
+    return LookedAtFirst
+
+
 def watch(iterator: Iterator, method: str, count: str, tell: Callable[[], None]) -> None:
     """Call ``tell`` once ``method`` of ``iterator`` and the rest of the job draw in turns.
 
