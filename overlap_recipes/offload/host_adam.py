@@ -150,8 +150,9 @@ class HostUpdates(LayerUpdates):
         numbers = {name: number for number, name in enumerate(trained)}
         for buffers in self.buffers[layer]:
             weights = buffers.weights
-            ends = weights.offsets[1:] + [weights.flat.numel()]
-            for name, begin, end in zip(weights.shapes, weights.offsets, ends, strict=True):
+            for (name, shape), begin in zip(weights.shapes.items(), weights.offsets, strict=True):
+                # Without the room behind it: torch's kernel rounds the last, odd elements otherwise.
+                end = begin + shape.numel()
                 group = self.group_of[trained[name]]
                 for at in range(begin, end, BLOCK):
                     part = slice(at, min(at + BLOCK, end))

@@ -286,6 +286,13 @@ if __name__ == "__main__":
 # * A failed save is logged and raises when ``fit`` ends, so a full disk does not end training. It is
 #   only logged if you call ``fit`` inside an ``except`` block: its end looks like that of a ``fit`` that
 #   has raised.
+# * With another strategy, such as DDP, a ``Callback`` may save by ``CheckpointManager``. Enter it and
+#   call ``resume`` in ``on_fit_start``. Give it your ``StatefulDataLoader``, and
+#   ``Trainer(use_distributed_sampler=False)``. Set
+#   ``trainer.fit_loop.epoch_progress.current.processed`` to the epoch of the save: Lightning counts
+#   from 0, and the loader raises. Lightning's own handler of SIGTERM lets jobs on several ranks fail.
+#   So keep ``signal.getsignal(signal.SIGTERM)`` after you have entered the manager, and set it again
+#   by ``signal.signal`` in ``on_train_start``.
 # * With ``automatic_optimization = False`` you call ``optimizer.step()`` yourself, after backward.
 #   Then you do not need ``optimizer_step``.
 #

@@ -280,6 +280,10 @@ if __name__ == "__main__":
 # * ``load_best_model_at_end`` and ``push_to_hub`` would look for a checkpoint before it is
 #   complete: they are refused. ``save_total_limit`` may delete the best one. A hyperparameter
 #   search, which uses folders of its own, is not supported.
+# * With a plain ``Trainer``, or under DDP, a ``TrainerCallback`` may save by ``CheckpointManager``.
+#   Enter it and call ``resume`` in ``on_train_begin``, and set ``state.global_step`` to what that
+#   returns. ``Trainer`` counts epochs from 0 then, so a loader that accelerate has prepared raises:
+#   let ``get_train_dataloader`` return torchdata's ``StatefulDataLoader``.
 # * The class overrides methods of ``Trainer`` whose names begin with an underscore. Another version
 #   may call them otherwise; the tests run the one that ``requirements.txt`` pins.
 # * A failed save is logged and raises when ``train`` ends, so a full disk does not end training.

@@ -62,6 +62,21 @@ BACKWARDS = [backward_of_all, backward_of_one_layer]
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
+def test_an_odd_number_of_elements_is_rounded_as_torch_does_it(in_backward):
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(2 * STEPS):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 13), nn.Linear(13, 3))
+
+    trained_alike(train, make, in_backward=in_backward)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_backward_may_be_told_its_inputs(backward, in_backward):
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
