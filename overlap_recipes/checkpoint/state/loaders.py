@@ -68,6 +68,7 @@ class LoaderInPass:
         self.counts: dict = {}  # with which the pass began, or will
         self.counts_of_loop: dict | None = None  # when it has asked for a pass that has not begun
         self.goes_on = False  # whether a load has given the pass that comes next
+        self.loaded: object = None  # the state, until the loop has taken a batch of that pass
         self.iteration: int | None = None  # of accelerate's loader, in that pass
         self.has_begun = has_begun(loader)  # whether the job has taken batches since the last load
         _warn_of_workers_that_persist(name, loader)
@@ -83,8 +84,11 @@ class LoaderInPass:
     # -- told by the loader -----------------------------------------------------------------------
 
     def ask_for_pass(self, loader: DataLoader) -> None:
+        counts = self._counts()
+        if self.loaded is not None and not self.goes_on:
+            self.load_state_dict(self.loaded)  # another iterator for it, before its first batch
         self.has_begun = True
-        self.counts_of_loop = self._counts()
+        self.counts_of_loop = counts
 
     def make_iterator(self, loader: DataLoader, make: Callable[[], Iterator]) -> Iterator:
         """Make the iterator of a pass by ``make``: of a new one, or of that which a load gave."""
@@ -154,14 +158,20 @@ class LoaderInPass:
                 )
             self.own_counts.write(before)
             if not has_ended:
+                self.loaded = None
                 return self._begin(make, of_loop)
         elif has_ended:
             self.own_counts.write(before)
-        before_first(iterator, partial(self._refuse_epochs_set_back, self._counts()))
+        before_first(iterator, partial(self._take_first, self._counts()))
         return iterator
 
-    def _refuse_epochs_set_back(self, began: dict) -> None:
-        """Raise where the loop has, since the iterator was made: it counts from 0 after a load."""
+    def _take_first(self, began: dict) -> None:
+        """The loop takes the first batch of the pass that goes on.
+
+        Raises:
+            ValueError: it has set an epoch back since the iterator was made: it counts from 0.
+        """
+        self.loaded = None
         epochs = self.own_counts.other_epochs(self._counts(), began)
         if min(epochs.values(), default=0) < 0:
             raise ValueError(
@@ -232,6 +242,7 @@ class LoaderInPass:
         return {**state, _KEY: of_pass}
 
     def load_state_dict(self, state: dict) -> None:
+        self.loaded = state
         of_pass = {}
         if isinstance(state, dict):
             of_pass = state.get(_KEY, {})  # not in checkpoints of earlier versions
