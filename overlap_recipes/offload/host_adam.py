@@ -151,7 +151,7 @@ class HostUpdates(LayerUpdates):
         for buffers in self.buffers[layer]:
             weights = buffers.weights
             for (name, shape), begin in zip(weights.shapes.items(), weights.offsets, strict=True):
-                # Without the room behind it: torch's kernel rounds the last, odd elements otherwise.
+                # Without the room behind it: torch's kernel rounds its last elements otherwise.
                 end = begin + shape.numel()
                 group = self.group_of[trained[name]]
                 for at in range(begin, end, BLOCK):
