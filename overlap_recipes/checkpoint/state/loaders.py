@@ -145,6 +145,7 @@ class LoaderInPass:
             self._set_numbers(of_job)
         has_ended = getattr(iterator, "_finished", False)
         if has_ended:  # the pass of the save: what comes is the next
+            self.loaded = None
             self.began = of_job
             if _is_of_accelerate(self.item):  # a sampler that has ended counts its passes itself
                 self.item.set_epoch(self.item.iteration)
