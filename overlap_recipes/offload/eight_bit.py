@@ -217,7 +217,7 @@ def _one_kernel(device: torch.device) -> Callable | None:
     tables = {"powers": _powers(device)}
     for name, signed in SIGNED.items():
         tables[name] = (code_book(signed, device), _limits(signed, device))
-    kernel = partial(eight_bit_kernel.update_in_one_kernel, tables=tables)
+    kernel = partial(eight_bit_kernel.update_by_kernel, tables=tables)
     settings = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     one = torch.ones((), device=device)
     gradient = torch.linspace(-1, 1, _SMALLEST, device=device)

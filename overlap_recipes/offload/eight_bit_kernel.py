@@ -102,7 +102,9 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
-def update_in_one_kernel(settings: dict, piece: dict, gradient, step, scale, skip, tables: dict) -> None:
+def update_by_kernel(
+    settings: dict, piece: dict, gradient, step, scale, skip, tables: dict
+) -> None:
     """``eight_bit.update`` of a piece whose moments have 8 bits.
 
     Args:
