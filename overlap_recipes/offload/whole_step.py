@@ -118,8 +118,9 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             if parameter.requires_grad:
                 self.state[parameter] = self.kept.state_on_device(parameter)
         self.register_state_dict_pre_hook(lambda _: self.before_state_dict())
-        self.hooks = []
-        for module in streamed.model.modules():
+        model = streamed.model
+        self.hooks = [model.register_state_dict_pre_hook(lambda *_: self.before_state_dict())]
+        for module in model.modules():
             self.hooks.append(
                 module.register_load_state_dict_post_hook(lambda loaded, _: self.reload(loaded))
             )

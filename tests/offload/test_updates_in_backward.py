@@ -138,3 +138,15 @@ def test_what_is_updated_in_backward_cannot_be_dropped():
         train(model, optimizer, 1)
         streamed.wait()
         assert steps_of(optimizer) == {1}
+
+
+def test_nothing_is_saved_between_backward_and_step():
+    """Weights of layers are updated there, and the others are not: the model's were saved."""
+    model = llama(torch.bfloat16)
+    with closing(whole(model, streamed_of(model), max_norm=None, in_backward=True)) as optimizer:
+        model(**batch(0)).loss.backward()
+        for each in (model, optimizer):
+            with pytest.raises(RuntimeError, match="save after step"):
+                each.state_dict()
+        optimizer.step()
+        model.state_dict()
