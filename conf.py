@@ -39,6 +39,7 @@ extensions = [
     "mathml",
     "assets",
     "lanes",
+    "losses",
     "results",
     "timeline",
     "rankproof.sphinx_ext",
