@@ -482,7 +482,7 @@ def header(benchmark: str, device: torch.device, workload: dict, link: dict) -> 
         "benchmark": benchmark,
         "torch": torch.__version__,
         "device": device_name(device),
-        "driver": nvidia_smi("driver_version"),
+        "driver": nvidia_smi("driver_version") or "none",
         "ranks": all_ranks(),
         "date": date.today().isoformat(),
         "workload": workload,

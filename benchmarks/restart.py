@@ -417,7 +417,6 @@ class Measurement:
         }
         link = {} if arguments.list else measuring.link_rates(device, 2**30)
         head = measuring.header("restart", device, workload, link)
-        head["driver"] = head["driver"] or "none"
         self.results = measuring.Results(arguments.out, head, OURS, VARIED)
         self.plain: dict[str, float] = {}  # byte/s by storage
 
