@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -268,3 +269,34 @@ def test_what_fails_behind_a_commit_fails_no_save(
     assert "cannot be deleted" in caplog.text and "whatever a store raises" in caplog.text
     monkeypatch.undo()
     assert steps_in(url) == [2, 1]
+
+
+def test_parts_go_up_together_and_come_back_together_each_byte_once(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of each kind is held until the second is there."""
+    seen: list[tuple[str, str]] = []
+    second = {"PUT": threading.Event(), "GET": threading.Event()}
+
+    def trouble(method: str, path: str) -> str | None:
+        if method in second and "__0_0.distcp" in path:
+            seen.append((method, path))
+            if [some for some, _ in seen].count(method) > 1:
+                second[method].set()
+            elif not second[method].wait(30):
+                return "refuse"
+        return None
+
+    asked: list[int] = []
+    cat_file = in_parts.InParts.cat_file
+
+    def counted(fs, path: str, start: int | None = None, end: int | None = None):
+        if "__0_0.distcp" in path:
+            asked.append(end - start)
+        return cat_file(fs, path, start, end)
+
+    proxy.trouble = trouble
+    assert save(url, 1, numbers=BIG) == [None]
+    monkeypatch.setattr(in_parts.InParts, "cat_file", counted)
+    assert is_there(url, 1, BIG)
+    assert 4 * BIG <= sum(asked) <= 1.05 * 4 * BIG and len(asked) == 2, asked
