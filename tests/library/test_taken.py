@@ -13,7 +13,7 @@ from site_wheel import build_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "tests" / "data" / "library_job.py"
-MOST_BYTES = 275_000  # of the wheel
+MOST_BYTES = 280_000  # of the wheel
 STEPS = 6
 KILLED_BEHIND = 4
 NOT_IN_A_WHEEL = ("recipes_source", "tests", "harness", "benchmarks", "proofs")
