@@ -5,19 +5,19 @@
 One line for each name of the file's rows: the mean over their seeds, and over ``SMOOTHED`` steps.
 """
 
-import json
 import statistics
-from html import escape
 from pathlib import Path
 
 from docutils import nodes
-from docutils.parsers.rst import Directive
+from matplotlib.figure import Figure
+from results import SERIES, TEXT, as_picture, blank_figure
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
 
-WIDTH, HEIGHT = 345, 190  # as narrow as a phone's column, in the units of ``lanes``
-LEFT, RIGHT, TOP, BOTTOM = 34, 335, 12, 160
+from benchmarks.result_files import files, load
+
 SMOOTHED = 10
-DASHES = ("", "5 4")
+STYLES = ("-", "--")
 
 
 def lines_of(rows: list[dict]) -> dict[str, list[float]]:
@@ -28,55 +28,40 @@ def lines_of(rows: list[dict]) -> dict[str, list[float]]:
     found = {}
     for name, seeds in by_name.items():
         means = [statistics.mean(step) for step in zip(*seeds, strict=True)]
-        windows = range(SMOOTHED, len(means) + 1)
-        found[name] = [statistics.mean(means[end - SMOOTHED : end]) for end in windows]
+        ends = range(SMOOTHED, len(means) + 1)
+        found[name] = [statistics.mean(means[end - SMOOTHED : end]) for end in ends]
     return found
 
 
-def svg(lines: dict[str, list[float]]) -> str:
-    highest = max(max(line) for line in lines.values())
-    steps = max(len(line) for line in lines.values())
-    last = f"{steps + SMOOTHED - 1} steps"
-    parts = [
-        f'<line x1="{LEFT}" x2="{RIGHT}" y1="{BOTTOM}" y2="{BOTTOM}" class="lanes-base"/>',
-        f'<text x="{LEFT - 6}" y="{TOP + 4}" text-anchor="end">{highest:.1f}</text>',
-        f'<text x="{LEFT - 6}" y="{BOTTOM}" text-anchor="end">0</text>',
-        f'<text x="{RIGHT}" y="{BOTTOM + 18}" text-anchor="end">{last}</text>',
-    ]
-    for number, (name, line) in enumerate(lines.items()):
-        points = []
-        for step, loss in enumerate(line):
-            x = LEFT + step / (steps - 1) * (RIGHT - LEFT)
-            y = BOTTOM - loss / highest * (BOTTOM - TOP)
-            points.append(f"{x:.1f},{y:.1f}")
-        stroke = f'fill="none" stroke="currentColor" stroke-dasharray="{DASHES[number]}"'
-        parts.append(f'<polyline points="{" ".join(points)}" stroke-width="1.5" {stroke}/>')
-        y = TOP + 14 + 18 * number
-        parts.append(f'<line x1="230" x2="262" y1="{y - 4}" y2="{y - 4}" {stroke}/>')
-        parts.append(f'<text x="270" y="{y}">{escape(name)}</text>')
-    return "\n".join(parts)
+def drawn(lines: dict[str, list[float]]) -> Figure:
+    figure = blank_figure(2.6, "")
+    (axes,) = figure.axes
+    for number, (name, losses) in enumerate(lines.items()):
+        steps = range(SMOOTHED, SMOOTHED + len(losses))
+        axes.plot(steps, losses, color=SERIES[number], linestyle=STYLES[number], label=name)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("Step", color=TEXT)
+    axes.set_ylabel("Loss", color=TEXT)
+    axes.legend(frameon=False, labelcolor=TEXT)
+    return figure
 
 
-class Losses(Directive):
+class Losses(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        env = self.state.document.settings.env
-        folder = Path(env.app.srcdir) / "benchmarks" / "results"
-        path = sorted(folder.glob(f"{self.arguments[0]}.*.json"))[0]
-        env.note_dependency(str(path))
-        rows = json.loads(path.read_text())["rows"]
+        path = files(Path(self.env.app.srcdir), "results", self.arguments[0])[0]
+        self.env.note_dependency(str(path))
+        rows = load(path).rows
         said = []
         for row in rows:
             said.append(f"{row['name']}, seed {row['seed']}: {row['last_loss']:.4f}")
         words = f"Mean losses at the end: {'; '.join(said)}."
-        html = (
-            f'<figure class="lanes"><div class="lanes-picture"><svg class="lanes-svg" role="img" '
-            f'style="max-width: {WIDTH * 1.4:.0f}px" viewBox="0 0 {WIDTH} {HEIGHT}" font-size="13" '
-            f'aria-label="{escape(words)}">\n{svg(lines_of(rows))}\n</svg></div>'
-            f"<figcaption>{escape(words)}</figcaption></figure>"
-        )
-        return [nodes.raw("", html, format="html")]
+        figure = drawn(lines_of(rows))
+        return [
+            as_picture(figure, "Losses over steps; at the end:", said),
+            nodes.paragraph("", words),
+        ]
 
 
 def setup(app: Sphinx) -> dict:

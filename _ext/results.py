@@ -452,7 +452,7 @@ class ResultFigure(ResultDirective):
                 drawn = _lines(field, members, title)
             else:
                 drawn = _bars(field, members, title, rows, benchmark.logarithmic)
-            pictures.append(_as_node(drawn, benchmark.title, _words(field, members)))
+            pictures.append(as_picture(drawn, benchmark.title, _words(field, members)))
         shown = first_lower(heading(field))
         if in_all:
             value_of = dict(in_all)
@@ -477,7 +477,7 @@ def _words(field: str, rows: list[dict]) -> list[str]:
     return lines
 
 
-def _figure(height: float, title: str) -> Figure:
+def blank_figure(height: float, title: str) -> Figure:
     figure = Figure(figsize=(4.4, height), layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -497,7 +497,7 @@ def _bars(
 
     ``beside`` are the rows of all drawings of the figure: they share one axis.
     """
-    figure = _figure(0.42 * len(rows) + 1.0, title)
+    figure = blank_figure(0.42 * len(rows) + 1.0, title)
     (axes,) = figure.axes
     values = [row[field] for row in rows]
     kind = type(values[0])  # a whole number is a count
@@ -554,7 +554,7 @@ def on_axis(field: str, value: float) -> str:
 
 def _lines(field: str, rows: list[dict], title: str) -> Figure:
     """A line a row name over tokens."""
-    figure = _figure(3.6, title)
+    figure = blank_figure(3.6, title)
     (axes,) = figure.axes
     for number, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
         mine = [row for row in rows if row["name"] == name]
@@ -735,7 +735,7 @@ class FirstTableDirective(ResultDirective):
         return shown
 
 
-def _as_node(figure: Figure, alternative: str, text: list[str]) -> LanePicture:
+def as_picture(figure: Figure, alternative: str, text: list[str]) -> LanePicture:
     """``figure`` as inline SVG that takes its colours and its font from the page."""
     settings = {"svg.fonttype": "none", "svg.hashsalt": "\n".join(text), "font.size": 10}
     buffer = io.StringIO()

@@ -62,18 +62,25 @@ LLAMAS = {
     "llama-tiny": Shape(64, 128, 2, 4, 2, 256, tied=True),  # for tests and rehearsals on a CPU
 }
 TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
-HOST_BOUND: dict[str, PreTrainedConfig] = {
-    "qwen3-1.7b": Qwen3Config(
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
+
+
+def qwen3(width: int, mlp: int, layers: int, heads: int, *, tied: bool) -> Qwen3Config:
+    """A Qwen3 of 8 key and value heads."""
+    return Qwen3Config(
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=8,
         head_dim=128,
         vocab_size=151_936,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         **TOKENS,
-    ),
+    )
+
+
+HOST_BOUND: dict[str, PreTrainedConfig] = {
+    "qwen3-1.7b": qwen3(2048, 6144, 28, 16, tied=True),
     "gpt2-xl": GPT2Config(n_embd=1600, n_layer=48, n_head=25, vocab_size=50_257, **TOKENS),
     "mixtral-1.2b": MixtralConfig(
         hidden_size=1024,
@@ -89,27 +96,8 @@ HOST_BOUND: dict[str, PreTrainedConfig] = {
 }
 """What a Qwen3 1.7B, a GPT-2 XL and a Mixtral of 1.2 billion parameters are; one for tests."""
 LARGE = {
-    "qwen3-4b": Qwen3Config(
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151_936,
-        tie_word_embeddings=True,
-        **TOKENS,
-    ),
-    "qwen3-14b": Qwen3Config(
-        hidden_size=5120,
-        intermediate_size=17_408,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151_936,
-        **TOKENS,
-    ),
+    "qwen3-4b": qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-14b": qwen3(5120, 17_408, 40, 40, tied=False),
 }
 """What a Qwen3 4B and a Qwen3 14B are, for layers on the host."""
 VOCABULARY_ON_ONE = 32_000  # of llama-1b on one GPU: 12.7 GB of weights and Adam's state

@@ -231,8 +231,11 @@ def _one_kernel(device: torch.device) -> Callable | None:
             except Exception as error:
                 LOG.warning("8-bit updates by operators, a kernel is faster: %s", error)
                 return None
-            found.append([piece["weight"].float(), piece["exp_avg_codes"].float()])
-        if not all(torch.allclose(a, b, rtol=1e-2, atol=1.0) for a, b in zip(*found, strict=True)):
+            found.append((piece["weight"].float(), piece["exp_avg_codes"].int()))
+        (expected, codes), (weight, own_codes) = found
+        has_weights = torch.allclose(weight, expected, rtol=1e-2, atol=1e-3)  # a bit of bfloat16
+        has_codes = (own_codes - codes).abs().max() <= 1  # where a value lies between two
+        if not (has_weights and has_codes):
             LOG.warning("8-bit updates by operators: Triton's kernel has given other numbers")
             return None
     return kernel

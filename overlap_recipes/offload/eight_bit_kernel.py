@@ -2,7 +2,7 @@
 # Overlap Recipes 0.3.0, overlap_recipes/offload/eight_bit_kernel.py
 """The update of ``eight_bit`` as one kernel in Triton: each element is read and written once.
 
-PyTorch's operators take some forty passes over the memory of the device for the same.
+PyTorch's operators pass over the memory of the device many times for the same.
 """
 
 import math
@@ -48,7 +48,7 @@ def _update(
     codes1, scales1, codes2, scales2,
     book1, limits1, book2, limits2, powers,
     count, scale, skip,
-    blocks, lr, decay, eps, beta1, rest1, log1, beta2, rest2, log2,
+    blocks, lr, decay, eps, beta1, less1, log1, beta2, less2, log2,  # less: 1 - beta
     HAS_REST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -76,8 +76,8 @@ def _update(
 
     steps = tl.load(count)
     master -= decay * master
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * g * g
+    m = beta1 * m + less1 * g
+    v = beta2 * v + less2 * g * g
     root = tl.sqrt_rn(tl.zeros_like(v) + _correction(steps, log2))
     denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
     master -= (lr / _correction(steps, log1)) * tl.div_rn(m, denominator)
@@ -99,6 +99,7 @@ def _update(
 
 
 def _log(beta: float) -> float:
+    """Of what may be 0."""
     return math.log(beta) if beta else -math.inf
 
 

@@ -43,8 +43,8 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         moments: "fp32", or "8bit": the device updates, by ``eight_bit``. Of host memory it takes
             6.1 bytes a parameter of bfloat16 layers with ``in_backward``, where gradients stay on
             the device and ``grad`` is None, 8.1 without; ``no_sync`` takes 2 more, a save a copy of
-            its own. Weights are in bfloat16 or float32. One kernel in Triton updates, or PyTorch's
-            operators, ten times as slow, where there is no Triton or no C compiler.
+            its own. Weights are in bfloat16 or float32. One kernel in Triton updates; where
+            Triton or a C compiler is missing, PyTorch's operators do, which are slower.
         more: ``lr``, ``betas``, ``eps`` and ``weight_decay``, as for ``torch.optim.AdamW``.
 
     ``step`` takes the gradients: none is left to zero. A ``GradScaler`` steps by itself, without
