@@ -6,7 +6,6 @@
   weights and moments are bf16, so there are no fp32 masters. Its step begins while the device still
   runs backward, and it cannot clip: ``clip_grad_norm_`` would find no gradients, or change such as
   were copied already.
-* ``torchao_8bit``: the same with its ``AdamW8bit``, which ``torch.compile`` makes for the host.
 * ``torchao_fp32``: the same with fp32 weights and moments, compute in bf16 by autocast.
 * ``torchao_clipped``, ``torchao_fp32_clipped``: the same, clipped by us, in the cheapest way known
   to us: norms are taken on the device in backward, and the step, which then waits for all of it,
@@ -97,15 +96,6 @@ def use_all_cores() -> None:
     torch.set_num_threads(cores // dist.get_world_size() or 1)
 
 
-def torchao_8bit(loop: PeerLoop) -> None:
-    from torchao.optim import AdamW8bit, CPUOffloadOptimizer
-
-    use_all_cores()
-    groups = by_decay(loop.model)
-    loop.use(CPUOffloadOptimizer(groups, AdamW8bit, offload_gradients=True, lr=RATE))
-    loop.clip = False
-
-
 def torchao(loop: PeerLoop) -> None:
     from torchao.optim import CPUOffloadOptimizer
 
@@ -179,14 +169,10 @@ def deepspeed_offload(loop: PeerLoop) -> None:
 PEERS = {
     "torchao": torchao,
     "torchao_fp32": torchao_fp32,
-    "torchao_8bit": torchao_8bit,
     "deepspeed_offload": deepspeed_offload,
     "fsdp2_cpu_offload": fsdp2_cpu_offload,
 }
-DEPTHS = {
-    "deepspeed_offload": (2, 4),  # eight layers take more than 128 GiB of host memory
-    "torchao_8bit": (1, 2),  # its update of one layer takes seconds
-}
+DEPTHS = {"deepspeed_offload": (2, 4)}  # eight layers take more than 128 GiB of host memory
 
 
 MASTERS = "float32 masters and moments"
@@ -202,7 +188,6 @@ HOW: dict[str, dict[str, object]] = {  # fields of a row: whether it clips, and 
     "larger_than_device": {"clips": True, "precision": MASTERS},
     "torchao": {"clips": False, "precision": BFLOAT16},
     "torchao_clipped": {"clips": True, "precision": BFLOAT16},
-    "torchao_8bit": {"clips": False, "precision": "bfloat16 weights, 8-bit moments, no masters"},
     "torchao_fp32": {"clips": False, "precision": FLOAT32},
     "torchao_fp32_clipped": {"clips": True, "precision": FLOAT32},
     "fsdp2_cpu_offload": {"clips": True, "precision": FLOAT32},
