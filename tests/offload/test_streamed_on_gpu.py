@@ -92,7 +92,8 @@ def trained(
     model = model_on(device)
     streamed = StreamedModel(model, model.model.layers, device, budget=budget)
     delay_each_pass(streamed, delayed)
-    with closing(HostAdamW(model.parameters(), streamed, lr=1e-3, **options)) as optimizer:
+    options = {"lr": 1e-3} | options
+    with closing(HostAdamW(model.parameters(), streamed, **options)) as optimizer:
         change(streamed, optimizer)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
         for step in range(STEPS):
@@ -140,7 +141,7 @@ def test_whole_steps_are_those_of_an_adam_on_the_device(device):
 
 
 def test_one_kernel_updates_as_the_operators_do(device):
-    """Rounded differently in places; codes and scales say the same."""
+    """From the same state: weights to rounding; a code may be the next one, between two."""
     eight_bit.make_tables(device)
     kernel = eight_bit._one_kernel(device)
     assert kernel is not None
@@ -151,30 +152,30 @@ def test_one_kernel_updates_as_the_operators_do(device):
         parameter = nn.Parameter(torch.randn(1000 * eight_bit.BLOCK, device=device).to(dtype))
         piece = {"weight": parameter.detach().clone(), **eight_bit.state_on_device(parameter)}
         step = piece.pop("step")
-        other = deepcopy(piece)
         for number in range(1, 21):
             step += 1
             gradient = torch.randn_like(parameter) * torch.rand_like(parameter)
             if number == 7:
-                for each in (piece, other):
-                    each["weight"][:300] = 0.0
+                piece["weight"][:300] = 0.0
             skip = one * (number == 9)
             before = deepcopy(piece)
+            other = deepcopy(piece)
             kernel(settings, piece, gradient, step, one * 0.7, skip)
             eight_bit._by_operators(settings, other, gradient, step, one * 0.7, skip)
             if number == 9:
                 assert all(torch.equal(piece[name], before[name]) for name in piece)
-        for name in ("exp_avg_codes", "exp_avg_sq_codes"):
-            apart = (piece[name].int() - other[name].int()).abs()
-            assert (apart > 0).float().mean() < 1e-3
-        weights = []
-        for each in (piece, other):
-            weight = each["weight"]
-            if dtype == torch.bfloat16:
-                weight = eight_bit.master_of(weight, each["rest"], each["digest"])
-            weights.append(weight)
-        apart = (weights[0].float() - weights[1].float()).abs()
-        assert (apart > 1e-4).float().mean() < 1e-4  # where a code is another
+            for name in ("exp_avg_codes", "exp_avg_sq_codes"):
+                apart = (piece[name].int() - other[name].int()).abs()
+                assert apart.max() <= 1
+                assert (apart > 0).float().mean() < 1e-3
+            torch.testing.assert_close(master(piece), master(other), rtol=1e-6, atol=1e-8)
+
+
+def master(piece: dict) -> torch.Tensor:
+    """Weights in float32, as an update sees them."""
+    if "rest" not in piece:
+        return piece["weight"]
+    return eight_bit.master_of(piece["weight"], piece["rest"], piece["digest"])
 
 
 def hold(streamed: StreamedModel, optimizer: HostAdamW, late: str) -> None:
@@ -185,7 +186,7 @@ def hold(streamed: StreamedModel, optimizer: HostAdamW, late: str) -> None:
 
     def held(*args):
         with torch.cuda.stream(streams[late]):
-            torch.cuda._sleep(DELAY_CYCLES // 50)
+            torch.cuda._sleep(DELAY_CYCLES // 5)
         plain(*args)
 
     host.queue_piece = held
@@ -218,7 +219,8 @@ def test_updates_in_8_bits_do_not_depend_on_timing(device, late, options):
     [("free", "d2h"), ("here", "h2d"), ("updated", "update"), ("home", "d2h")],
 )
 def test_an_update_in_8_bits_needs_each_of_its_waits(device, wait, late):
-    options = {"in_backward": True, "moments": "8bit"}
+    # A norm's weights go home last: steps that one of 1.0 in bfloat16 shows.
+    options = {"in_backward": True, "moments": "8bit", "lr": 1e-2}
     expected, _ = trained(device, "none", **options)
     try:
         found, _ = trained(device, "none", change=partial(without, wait, late), **options)
