@@ -224,7 +224,7 @@ def test_an_update_in_8_bits_needs_each_of_its_waits(device, wait, late):
     expected, _ = trained(device, "none", **options)
     try:
         found, _ = trained(device, "none", change=partial(without, wait, late), **options)
-    except FloatingPointError:  # of memory that nothing has been written to
+    except (FloatingPointError, RuntimeError):  # of memory that nothing was written to, or too late
         return
     assert not all(map(torch.equal, found, expected))
 
