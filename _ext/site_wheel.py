@@ -61,7 +61,7 @@ class WheelDirective(SphinxDirective):
         up = "../" * self.env.docname.count("/")
         download = nodes.paragraph()
         download += nodes.reference("", WHEEL, refuri=f"{up}{FOLDER}/{WHEEL}")
-        download += nodes.Text(", the library alone; it needs torch and nothing else.")
+        download += nodes.Text(", the library alone; it needs torch and NumPy.")
         return [download, nodes.literal_block(line, line, language="bash")]
 
 

@@ -47,7 +47,7 @@ compares the ranks.
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, CPU or GPU, any number of ranks in a process group (one rank, too)
+      * PyTorch 2.9 or later with NumPy, CPU or GPU, any number of ranks in a process group (one rank, too)
       * host memory for one copy of each rank's shards
 
 .. verification-badge::

@@ -46,7 +46,7 @@ alone, keeps one save in flight, and waits for the last one.
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks in a process group
+      * PyTorch 2.9 or later with NumPy, any number of ranks in a process group
       * page-locked host memory for one copy of each rank's shards
 
 .. verification-badge::

@@ -43,7 +43,7 @@ load like this already. Or your checkpoints are a few hundred megabytes.
     dcp.load(tensors, storage_reader=Reader("pretrained"))
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder ``overlap_recipes``. It needs torch alone.
+of its folder ``overlap_recipes``. It needs torch and NumPy.
 
 .. grid:: 1 1 2 2
 
@@ -374,8 +374,8 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit of the library was made and run when this page was built. ``tests/proofs/load_by_threads.py``
-# proves the orders on a device.
+# Each edit of the library was made and run when this page was built. ``tests/checkpoint/test_reader.py``
+# proves the orders on devices.
 #
 # .. recipe-controls::
 #

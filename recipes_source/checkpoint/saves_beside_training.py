@@ -50,7 +50,7 @@ refused, and the error says what to do. Exit code 85 means: saved, start me agai
 it as a crash, and itself ends with 1. :doc:`/guide/cluster` has job files for schedulers.
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in the repository, or a copy of
-its folder ``overlap_recipes``. It needs torch alone.
+its folder ``overlap_recipes``. It needs torch and NumPy.
 
 .. grid:: 1 1 2 2
 

@@ -33,7 +33,7 @@ model in place of ours.
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks in a process group, CPU or GPU
+      * PyTorch 2.9 or later with NumPy, any number of ranks in a process group, CPU or GPU
       * a model sharded with ``fully_shard`` (FSDP2), under DDP, or a plain one
 
 .. verification-badge::
