@@ -62,42 +62,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = fast
 
 
-STARTS_PROCESSES = {
-    "run",
-    "survives",
-    "subprocess",
-    "Popen",
-    "spawn",
-    "main",
-    "Process",
-    "load_back",
-}
-NEED_A_SERVER = {"site", "built_site", "toy_site", "visit", "server", "ask", "plain_python"}
+# By file and name: they start processes, or need the pages or a server.
+SLOW = frozenset((TESTS / "slow.txt").read_text().split())
+PROOF = "tests/test_recipes.py::test_recipe_proves_its_claim"
 
 
 def is_fast(item: pytest.Item) -> bool:
-    """Whether neither a test nor what it calls in its file starts a process or needs pages.
-
-    Of the recipes' own tests, the run at two ranks counts as fast.
-    """
-    if item.name.startswith("test_recipe_proves_its_claim"):
+    """Whether ``make check`` runs it; of each recipe's proof, the run at two ranks."""
+    test = item.nodeid.partition("[")[0]
+    if test == PROOF:
         return item.callspec.params["ranks"] == max(2, item.callspec.params["recipe"].min_ranks)
-    if item.path.name == "test_recipes.py" or NEED_A_SERVER & set(item.fixturenames):
-        return False
-    seen, names = set(), [item.function.__name__]
-    for name in names:
-        if name in STARTS_PROCESSES:
-            return False
-        code = getattr(getattr(item.module, name, None), "__code__", None)
-        if name not in seen and code is not None:
-            seen.add(name)
-            names += [*code.co_names, *nested_names(code)]
-    return True
-
-
-def nested_names(code) -> list[str]:
-    inner = [constant for constant in code.co_consts if hasattr(constant, "co_names")]
-    return [name for one in inner for name in [*one.co_names, *nested_names(one)]]
+    return test not in SLOW
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

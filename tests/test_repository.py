@@ -1,4 +1,4 @@
-"""The citation file, and what make may install into."""
+"""The citation file, what make may install into, and what ``make check`` leaves out."""
 
 import subprocess
 import tomllib
@@ -50,3 +50,9 @@ def test_make_never_installs_into_the_environment_of_another_clone(tmp_path, mar
     mine.rename(own / "aside")
     mine.symlink_to(theirs)
     assert not would_install(own), "a link to another clone's is another clone's"
+
+
+def test_what_make_check_leaves_out_is_there():
+    for test in (ROOT / "tests" / "slow.txt").read_text().split():
+        file, name = test.split("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), test

@@ -2,11 +2,14 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
 from rankproof import streams
@@ -176,18 +179,52 @@ def test_training_with_ddp_has_no_conflict(recorder, views):
     assert [str(conflict) for conflict in recorder.conflicts] == []
 
 
-def test_training_with_fsdp2_has_no_conflict(recorder):
+def train_with_fsdp2(**settings) -> torch.nn.Linear:
+    """Returns a layer that has its gradients."""
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
-        model(torch.randn(4, 16)).sum().backward()
-        optimizer.step()
         optimizer.zero_grad()
+        model(torch.randn(4, 16)).sum().backward()
+        torch.cpu.synchronize()  # as who reads what comes home must
+        optimizer.step()
+    return model[0]
+
+
+def test_training_with_fsdp2_has_no_conflict(recorder):
+    train_with_fsdp2()
     assert recorder.count > 0
     assert [str(conflict) for conflict in recorder.conflicts] == []
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_hsdps_gradients_race_home_where_they_are_copied_and_let_go_of(
+    recorder, monkeypatch, copies, lets_go
+):
+    """From a CPU to a CPU, torch copies nothing; and FSDP2 holds what is reduced until the end."""
+    to, state = torch.Tensor.to, _fsdp_param_group.AllReduceState
+
+    def brought(tensor: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if copies and "non_blocking" in kwargs:
+            return torch.zeros(tensor.shape).copy_(tensor, non_blocking=True)
+        return to(tensor, *args, **kwargs)
+
+    def let_go(_: torch.Tensor, event: object) -> NamedTuple:
+        return state(None, event)
+
+    monkeypatch.setattr(torch.Tensor, "to", brought)
+    if lets_go:
+        monkeypatch.setattr(_fsdp_param_group, "AllReduceState", let_go)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    layer = train_with_fsdp2(mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    weight, bias = (p.grad.to_local().untyped_storage() for p in (layer.weight, layer.bias))
+    assert (weight.data_ptr() == bias.data_ptr()) is not copies
+    assert any("memory freed since" in str(c) for c in recorder.conflicts) is (copies and lets_go)
+    assert bool(recorder.conflicts) is (copies and lets_go)
 
 
 def test_a_future_that_is_set_carries_what_its_stream_has_queued(recorder):
