@@ -105,11 +105,13 @@ class Look:
     Attributes:
         rooms: by name in the checkpoint, what DCP fills.
         wanted: the entries of which these are.
+        of_ranks: by name, which rank has saved it; all ranks want it, so one reads it for them.
         wrong: a line for each difference.
     """
 
     rooms: dict[str, object] = field(default_factory=dict)
     wanted: list[Entry] = field(default_factory=list)
+    of_ranks: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
     def want(self, entry: Entry, own: object) -> None:
@@ -126,6 +128,7 @@ class Look:
     def add(self, other: "Look") -> None:
         self.rooms.update(other.rooms)
         self.wanted.extend(other.wanted)
+        self.of_ranks.update(other.of_ranks)
         self.wrong.extend(other.wrong)
 
 
@@ -352,6 +355,8 @@ class Fit:
             look.wrong.append(f"  {name}, of each rank: only in the checkpoint")
         for entry in own_entries if is_as_saved else entries:
             look.want(entry, None)
+            if not is_as_saved:
+                look.of_ranks[entry.name] = int(entry.path[1])
         return look
 
     # -- after the read ---------------------------------------------------------------------------

@@ -77,9 +77,11 @@ def load(
     # up to the refusal nothing of the job changes
     fits = own_result(look, process_group)
     rooms: dict[str, object] = {}
+    of_ranks: dict[str, int] = {}
     wrong: list[str] = []
     for fit in fits:
         rooms.update(fit.found.rooms)
+        of_ranks.update(fit.found.of_ranks)
         wrong.extend(fit.found.wrong)
         trained = fit.job.trained
         wrong += differing_frozen(trained, fit.contents, fit.skip.covers, process_group)
@@ -90,7 +92,7 @@ def load(
         state = states[key]
         others[key] = state.state_dict() if isinstance(state, Stateful) else state
     targets = rooms | others
-    _read(targets, reader, process_group)
+    _read(targets, of_ranks, reader, process_group)
     for key in others:
         if isinstance(states[key], Stateful):
             states[key].load_state_dict(targets[key])
@@ -101,15 +103,33 @@ def load(
 
 
 def _read(
-    targets: dict[str, object], reader: dcp.StorageReader, process_group: dist.ProcessGroup | None
+    targets: dict[str, object],
+    of_ranks: dict[str, int],
+    reader: dcp.StorageReader,
+    process_group: dist.ProcessGroup | None,
 ) -> None:
-    """Fill ``targets``, by name; what several ranks want is read on one, and sent."""
+    """Fill ``targets``, by name; what several ranks want is read on one, and sent.
+
+    Args:
+        of_ranks: those that all ranks want, and which rank has saved each: the files of one are
+            opened by one.
+    """
+    ranks = world_size(process_group)
+    own = dict(targets)
+    for name, saved_by in of_ranks.items():
+        if saved_by % ranks != own_rank(process_group):
+            del own[name]
     planner = None
     if dist.is_initialized():
         planner = SharedReads(process_group)
-    dcp.load(targets, storage_reader=reader, planner=planner, process_group=process_group)
+    dcp.load(own, storage_reader=reader, planner=planner, process_group=process_group)
     if planner is not None:
         planner.send()
+    targets.update(own)
+    if of_ranks:
+        read_here = own.keys() & of_ranks.keys()
+        for read in on_all_ranks(lambda: {name: own[name] for name in read_here}, process_group):
+            targets.update(read)
 
 
 def _refuse_on_all_ranks(

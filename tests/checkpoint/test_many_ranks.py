@@ -33,14 +33,18 @@ def test_a_save_on_eight_ranks_takes_the_collectives_of_two() -> None:
 
 
 def test_a_resume_reads_a_few_manifests_a_rank() -> None:
-    """Rank 0 reads all; the others read those of the files that they read, and compare sizes."""
-    command = [sys.executable, str(TOOL), "--reshard", "8", "8", "--parameters", "8"]
+    """Rank 0 reads all; the others read those of the files that they read, and compare sizes.
+
+    On another number of ranks, what each rank has saved for itself is read by one of them for all.
+    """
+    command = [sys.executable, str(TOOL), "--reshard", "8", "8", "6", "--parameters", "8"]
     ran = subprocess.run(
         [*command, "--stores", "directory"], capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0, ran.stderr
     manifests = re.findall(r"read (\d+) manifests", ran.stdout)
     assert manifests[0] == "0" and 8 <= int(manifests[1]) < 8 * 8, ran.stdout
+    assert 8 <= int(manifests[2]) < 8 + 6 * 8, ran.stdout
 
 
 def test_random_numbers_that_are_drawn_make_no_new_list_of_contents(
