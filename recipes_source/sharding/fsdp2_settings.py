@@ -30,7 +30,7 @@ one change time and memory, and no result. The one:
    `An expert without tokens`_.
 
 To try three settings at once, take this function, and those that it calls, and give it your units
-in forward's order. The file needs torch alone.
+in forward's order. The file needs torch and NumPy.
 
 .. literalinclude:: fsdp2_settings.py
    :pyobject: tune
