@@ -483,7 +483,8 @@ def kill(job: Ranks, kind: str, seed: int, ranks: int, kills: int) -> int:
         told = job.run(ranks, STRUCK_SAVES)
         events = {each["rank"]: each["events"] for each in told if each["what"] == "end"}
         assert len(events) == ranks, job.codes
-        for number in range(kills + 1):
+        numbers = draw.sample(range(kills), kills)  # early and late, if the time ends before
+        for done, number in enumerate([*numbers, kills]):
             who = ("first", "all", str(draw.randrange(1, ranks)))[number % 3]
             of_who = events[int(who) if who.isdigit() else 0]
             at = 1 + (number * of_who + draw.randrange(of_who)) // kills
@@ -494,7 +495,7 @@ def kill(job: Ranks, kind: str, seed: int, ranks: int, kills: int) -> int:
             how_many = sum(each["what"] == "resume" for each in told)
             assert how_many == ranks, f"{ranks - how_many} ranks have not resumed: {job.codes}"
             assert len(resumed) == 1 and min(resumed) >= durable, (resumed, durable)
-            survived = number
+            survived = done
             was_struck = -signal.SIGKILL in job.codes
             assert was_struck == bool(struck[0]), (struck, events, job.codes)
             print(f"{kind}, seed {seed}: {resumed} resumed, {durable} known", struck, flush=True)
