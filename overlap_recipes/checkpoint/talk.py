@@ -40,6 +40,7 @@ class Talk:
         deadline: how long ranks wait for each other.
         group: that it goes by; None without a process group.
         lost: what has ended it: a rank has died, or came too late.
+        is_told: the latest exchange has told all ranks of a failure.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ class Talk:
         self.deadline = LEAST_WAIT
         self.group: dist.ProcessGroup | None = None
         self.lost: Exception | None = None
+        self.is_told = False
         if dist.is_initialized():
             self.rank = dist.get_rank()
             self.ranks = dist.get_world_size()
@@ -55,11 +57,19 @@ class Talk:
             self.group = dist.new_group(backend="gloo", timeout=self.deadline)
 
     def together(self, work: Callable, *args: object) -> list:
-        """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""
+        """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed.
+
+        ``work`` may call it, too. A rank that fails before such a call tells it here while the
+        others listen there: they do not tell it again, or each exchange would answer the one
+        before it from then on.
+        """
+        self.is_told = False
         error = None
         try:
             own = _Outcome(result=work(*args))
         except BaseException as failure:
+            if self.is_told and isinstance(failure, FailedOnRanks):
+                raise
             error = failure
             own = _Outcome(failures=self._told(failure))
         outcomes = [own]
@@ -73,6 +83,7 @@ class Talk:
         for outcome in outcomes:
             failures.update(dict.fromkeys(outcome.failures))
         if failures:
+            self.is_told = True
             raise FailedOnRanks(list(failures)) from error
         return [outcome.result for outcome in outcomes]
 

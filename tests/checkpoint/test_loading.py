@@ -12,10 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 from overlap_recipes.checkpoint.loading import load
-from overlap_recipes.checkpoint.state import (
-    TrainingState,
-    frozen,
-)
+from overlap_recipes.checkpoint.state import TrainingState, frozen
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -18,10 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 from troubles import survives
 
-from overlap_recipes.checkpoint import (
-    CheckpointManager,
-    TrainingState,
-)
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState
 from overlap_recipes.checkpoint.stores.store import name_of
 from overlap_recipes.checkpoint.writing import Writing
 from rankproof.run import run as run_ranks
@@ -289,7 +286,7 @@ def test_wrappers_in_an_order_that_torch_can_load_are_resumed(
 def test_ranks_save_resume_and_fail_as_one() -> None:
     """The late rank comes last: they do not understand each other after it."""
     troubles = ("goes_on", "ddp", "room_for_one_checkpoint", "load_in_a_group", "other_steps")
-    troubles += ("other_resumes",)
+    troubles += ("other_resumes", "a_rank_that_cannot_begin_to_write")
     troubles += ("later_difference", "failed_step", "full_disk", "nothing_to_train", "not_shared")
     troubles += ("sharded_by_fsdp1", "error_of_a_store", "late_rank")
     survives("manager_troubles", *troubles, ranks=2)

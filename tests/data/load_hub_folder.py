@@ -9,12 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3Config
 
 from overlap_recipes.checkpoint.hub_folder import load_folder
 

@@ -37,6 +37,7 @@ from overlap_recipes.checkpoint import (  # noqa: E402
     talk,
 )
 from overlap_recipes.checkpoint.kept import Checkpoint  # noqa: E402
+from overlap_recipes.checkpoint.stores.directory import Directory  # noqa: E402
 from overlap_recipes.checkpoint.stores.objects import Objects  # noqa: E402
 
 
@@ -383,6 +384,20 @@ def not_shared(root: Path, device: torch.device) -> None:
     dist.barrier()
     left = [path.name for path in root.rglob("*") if path.is_file()]
     assert not [name for name in left if name.startswith("probe")], left
+
+
+def a_rank_that_cannot_begin_to_write(root: Path, device: torch.device) -> None:
+    """As where its mount is gone for a while: it costs that save alone."""
+    job = Job(sharded)
+    job.step()
+    with CheckpointManager(root, job.state) as checkpoints:
+        for step in (1, 2, 3):
+            is_broken = step == 2 and dist.get_rank() == 1
+            raised = OSError("stale file handle") if is_broken else None
+            with mock.patch.object(Directory, "join", side_effect=raised):
+                error = checkpoints.save(step).exception()
+            assert ("rank 1: OSError: stale file handle" in str(error)) == (step == 2), error
+    assert sorted(path.name for path in root.glob("step?")) == ["step1", "step3"]
 
 
 def error_of_a_store(root: Path, device: torch.device) -> None:

@@ -2,14 +2,7 @@
 
 import re
 
-from results_site import (
-    OF_TODAY,
-    REPO,
-    change_cost,
-    measure,
-    render,
-    row,
-)
+from results_site import OF_TODAY, REPO, change_cost, measure, render, row
 
 from benchmarks import first_tables
 from benchmarks.first_tables import FirstTable, first_table

@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measuring import (
-    Results,
-    median_interval,
-)
+from benchmarks.measuring import Results, median_interval
 
 
 def test_the_interval_holds_the_median_of_heavy_tails() -> None:

@@ -3,14 +3,7 @@
 import re
 
 import pytest
-from results_site import (
-    STALE,
-    change_cost,
-    lint,
-    measure,
-    render,
-    row,
-)
+from results_site import STALE, change_cost, lint, measure, render, row
 
 from benchmarks.code_versions import BEFORE_VERSIONS, ChangelogError, cost_changes
 

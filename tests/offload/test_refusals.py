@@ -150,10 +150,7 @@ def scaled_by_numpy(gradient: torch.Tensor) -> None:
     array *= 0.5
 
 
-CHANGES = {
-    "scaled": scaled,
-    "numpy": scaled_by_numpy,
-}
+CHANGES = {"scaled": scaled, "numpy": scaled_by_numpy}
 CHANGED = "gradients, or settings, were changed after backward: see max_norm"
 
 

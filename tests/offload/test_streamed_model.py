@@ -4,14 +4,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from host_training import (
-    MAX_NORM,
-    RATE,
-    batch,
-    llama,
-    same,
-    streamed_of,
-)
+from host_training import MAX_NORM, RATE, batch, llama, same, streamed_of
 from torch import nn
 
 from overlap_recipes.offload.streamed_model import resident_bytes
