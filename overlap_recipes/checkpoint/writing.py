@@ -107,6 +107,7 @@ class Job:
         state: as it was passed, and then, when ``begin`` has waited, as it was staged.
         tensors, hosts: of the state, and what is staged of them.
         copied: an event: all is staged.
+        may_be_dropped: on rank 0, from when the target has made its place to its commit.
         error: why there is nothing to write; the other ranks are told.
         compared: done when ranks have compared what they share; it raises if they differ.
         done: what ``save`` has returned.
@@ -119,6 +120,7 @@ class Job:
     tensors: list[torch.Tensor] = field(default_factory=list)
     hosts: list[torch.Tensor] = field(default_factory=list)
     copied: object = None
+    may_be_dropped: bool = False
     error: BaseException | None = None
     compared: Future = field(default_factory=Future)
     done: Future = field(default_factory=Future)
@@ -197,19 +199,17 @@ class Writing:
     def write(self, job: Job) -> None:
         """Write one state where nobody takes it for a checkpoint; commit it when it is complete."""
         target = job.target
-        may_be_dropped = False  # from when all ranks have begun this save to its commit
         began = time.monotonic()
         try:
             told = self.talk.together(self.begin, job)
             if len({(begun.number, begun.name) for begun in told}) > 1:
                 raise RuntimeError(f"the ranks have called save for others than {target.name}")
-            may_be_dropped = True
             self.compare(job)
             copied = time.monotonic()
             files: dict[str, int] = {}
             for of_rank in self.talk.together(self.write_files, job, told[0].place):
                 files.update(of_rank)
-            may_be_dropped = False  # a commit that fails may have named it
+            job.may_be_dropped = False  # a commit that fails may have named it
             self.talk.on_first_rank(target.commit, files)
             LOG.info(
                 "%s: the call took %.3f s, staged in %.2f s, written in %.2f s",
@@ -220,7 +220,7 @@ class Writing:
             )
             job.done.set_result(target.name)
         except BaseException as failure:  # CheckpointException is no Exception
-            if self.talk.rank == 0 and may_be_dropped:
+            if job.may_be_dropped:
                 target.abort()
             LOG.error("no checkpoint in %s: %s", target.name, failure)
             if not job.compared.done():
@@ -237,6 +237,7 @@ class Writing:
         place = ""
         if self.talk.rank == 0:
             place = job.target.begin(_bytes_of_whole(job.state))
+            job.may_be_dropped = True
         return Begun(job.number, job.target.name, place)
 
     def compare(self, job: Job) -> None:

@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kept_saves import KeptSaves, resume, steps_in
 from overlap_recipes.checkpoint import DamagedCheckpoint
 from overlap_recipes.checkpoint.kept import Checkpoint, left_out, prune, show
 from overlap_recipes.checkpoint.stores import store_of
+from overlap_recipes.checkpoint.stores.directory import Directory, Folder
 
 KINDS = ["directory", "store"]
 NUMBERS = 1000
@@ -168,39 +170,68 @@ def test_foreign_files_are_no_checkpoints_and_stay(place: Place) -> None:
 
 
 def test_of_two_jobs_one_saves_and_the_other_is_told(place: Place) -> None:
-    """A directory's lock keeps the newcomer out; a store's claim, which outlives its job, does not
-    and the older job's saves fail."""
+    """A directory's lock keeps the newcomer out until somebody deletes its file; a store's claim,
+    which outlives its job, does not. Then the older job's saves fail."""
     with place.saves() as older:
         older.save(state_of(1), 1).result()
         if place.kind == "directory":
             with pytest.raises(RuntimeError, match="another job writes to"):
                 place.saves().__enter__()
             older.save(state_of(2), 2).result()
-        else:
-            with place.saves() as newer:
-                with pytest.raises(RuntimeError, match="another job has taken"):
-                    older.save(state_of(2), 2).result()
-                newer.save(state_of(3), 3).result()
-            older.latest = None
-    newest = 2 if place.kind == "directory" else 3
-    assert place.resumed() == newest and steps_in(place.root) == [newest, 1]
+            (place.path / "lease").unlink()
+        with place.saves() as newer:
+            with pytest.raises(RuntimeError, match="another job has taken"):
+                older.save(state_of(3), 3).result()
+            newer.save(state_of(4), 4).result()
+        older.latest = None
+    assert place.resumed() == 4 and 3 not in steps_in(place.root)
 
 
-def test_a_job_that_is_overtaken_while_it_writes_commits_nothing(tmp_path: Path) -> None:
-    place = Place("store", tmp_path / "root")
+def test_a_job_that_is_overtaken_while_it_writes_commits_nothing(place: Place) -> None:
     with place.saves() as older:
         settle = older.store.settle
 
         def settle_late(*arguments: object) -> None:
+            settle(*arguments)
+            (place.path / "lease").unlink(missing_ok=True)
             with place.saves() as newer:
                 newer.save(state_of(7), 7).result()
-            settle(*arguments)
 
         older.store.settle = settle_late
         failed = older.save(state_of(9), 9).exception()
         older.latest = None
     assert "another job has taken" in str(failed)
     assert place.resumed() == 7
+
+
+def test_a_rank_that_outlives_its_job_changes_no_later_checkpoint(place: Place) -> None:
+    """Its host was lost to the others, and its storage answers again when they have gone on."""
+    place.save(1)
+    nbytes = (place.files(1) / "__0_0.distcp").stat().st_size
+    store = store_of(place.root)
+    attempt = store.begin(3, 0)
+    store.join(attempt)
+    with place.saves() as saves:
+        create = saves.store.create
+
+        def create_late(there: str, name: str) -> object:
+            if name == ".metadata":
+                with suppress(FileNotFoundError), store.create(attempt, "__0_0.distcp") as sink:
+                    sink.write(nbytes, [bytes(nbytes)])
+            return create(there, name)
+
+        saves.store.create = create_late
+        saves.save(state_of(3), 3).result()
+    assert place.resumed() == 3
+
+
+def test_a_rank_that_does_not_see_what_rank_0_has_made_writes_nothing(tmp_path: Path) -> None:
+    for target in (Folder(tmp_path / "step1"), Checkpoint(Directory(tmp_path), 1, 1, 0)):
+        place = target.begin(0)
+        shutil.rmtree(place, ignore_errors=True)  # as on a host that has another file system there
+        with pytest.raises(FileNotFoundError, match="rank 0 has made"):
+            target.join(place)
+        assert not Path(place).exists()
 
 
 def test_a_root_is_free_again_when_its_job_has_ended(place: Place) -> None:

@@ -2,8 +2,8 @@
 # Overlap Recipes 0.3.0, overlap_recipes/checkpoint/stores/directory.py
 """Checkpoints in a directory that all ranks see; and a plain folder, for trainers.
 
-Below the root: ``step5``, a checkpoint; ``step5.incomplete``, one that is being written, or whose
-job has died; ``step5.deleted``, the same of a deletion; ``step5.set-aside-<time>`` and
+Below the root: ``step5``, a checkpoint; ``step5.<attempt>.incomplete``, one that is being written,
+or whose job has died; ``step5.deleted``, the same of a deletion; ``step5.set-aside-<time>`` and
 ``step5.damaged-<time>``, what nobody resumes; ``latest``, the name of the newest one, for people
 and other programs; ``lease``, locked by the job that saves here; ``probe.<name>``, for a moment.
 """
@@ -47,6 +47,16 @@ def write_durably(path: Path, text: str) -> None:
     flush(path.parent)
 
 
+def refuse_unseen(place: str) -> None:
+    """Raise on a rank that does not see ``place``, which rank 0 has made before.
+
+    To make it here would part the checkpoint in two, one in each file system.
+    """
+    if not Path(place).is_dir():
+        told = "rank 0 has made this folder, and it is not seen here: all ranks must see the root"
+        raise FileNotFoundError(errno.ENOENT, told, place)
+
+
 class FileSink:
     """A file in a directory, on the storage when its block ends; see ``Sink``."""
 
@@ -83,14 +93,14 @@ class Directory:
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root).absolute()
+        self.latest_place: str | None = None  # of a save
         self.lease: int | None = None  # a file descriptor, which holds the lock until it is closed
 
     def open(self) -> None:
         self.lock()
         os.register_at_fork(after_in_child=self.close)  # each process closes its own copy
-        for pattern in _LEFTOVERS:
-            for leftover in self.root.glob(pattern):
-                shutil.rmtree(leftover)
+        for leftover in self.unfinished():
+            shutil.rmtree(self.root / leftover)
 
     def lock(self) -> None:
         """Lock the root for this process.
@@ -131,7 +141,18 @@ class Directory:
         (self.root / probe).unlink()
 
     def steps(self) -> list[int]:
+        if self.lease is not None:
+            self.refuse_if_taken()
         return steps_of(path.name for path in self.root.glob("step*"))
+
+    def refuse_if_taken(self) -> None:
+        """Raise if the file that this job has locked is no longer the one in the root."""
+        path = self.root / _LEASE
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self.lease)):
+            raise RuntimeError(
+                f"{path} is not the file that this job has locked: somebody has deleted it, and "
+                f"another job has taken the root, or another file system is mounted there"
+            )
 
     def wrong(self, step: int, every_byte: bool = False) -> list[str]:
         directory = self.path_of(step)
@@ -172,15 +193,19 @@ class Directory:
         return found
 
     def begin(self, step: int, nbytes: int) -> str:
-        free = shutil.disk_usage(self.root).free  # raises if the root is gone
+        if self.latest_place is not None:
+            self.drop(self.latest_place)  # left by a commit that failed
+        free = shutil.disk_usage(self.root).free
         if free < nbytes:
             raise OSError(errno.ENOSPC, f"{nbytes} bytes to write, {free} free", str(self.root))
-        aside = Path(f"{self.path_of(step)}.incomplete")
-        shutil.rmtree(aside, ignore_errors=True)  # left by a commit that failed
-        return str(aside)
+        # Of its own, or a rank of an earlier job, on a host that was lost, could still write to it.
+        aside = self.root / f"{name_of(step)}.{uuid.uuid4().hex[:8]}.incomplete"
+        self.latest_place = str(aside)
+        aside.mkdir()
+        return self.latest_place
 
     def join(self, place: str) -> None:
-        Path(place).mkdir(parents=True, exist_ok=True)
+        refuse_unseen(place)
 
     def create(self, place: str, name: str) -> FileSink:
         return FileSink(Path(place, name))
@@ -212,10 +237,11 @@ class Folder:
 
     def begin(self, nbytes: int) -> str:
         shutil.rmtree(self.place, ignore_errors=True)  # left by a job that died
+        Path(self.place).mkdir(parents=True)
         return self.place
 
     def join(self, place: str) -> None:
-        Path(place).mkdir(parents=True, exist_ok=True)
+        refuse_unseen(place)
 
     def create(self, name: str) -> FileSink:
         path = Path(self.place, name)
