@@ -8,7 +8,7 @@ set -uo pipefail
 here=$(dirname "$(realpath "$0")")
 project=$(realpath "$here/../..")
 python=$(realpath -s "$(command -v "${PYTHON:-$project/.venv/bin/python}")")
-scenarios=${*:-returns fewer elastic endpoint_lost}
+scenarios=${*:-returns fewer elastic endpoint_lost own_folders unmounted}
 dir=$(mktemp -d /tmp/hosts.XXXXXX)
 mkdir "$dir/known"
 export PYTHONPATH=$project OMP_NUM_THREADS=1 KNOWN=$dir/known PACE=0.1
@@ -46,7 +46,7 @@ done
 
 start() { # HOST NNODES
     GLOO_SOCKET_IFNAME=v$1-$$ ip netns exec "$net-$1" \
-        unshare --uts --mount --pid --fork --mount-proc --kill-child=KILL sh -c "hostname host$1 && exec \
+        unshare --uts --mount --pid --fork --mount-proc --kill-child=KILL sh -c "hostname host$1 && $mount && exec \
             $python -m torch.distributed.run --nnodes=$2 --nproc-per-node=1 --max-restarts=3 \
             --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29400 --rdzv-id=job --local-addr=10.77.0.$1 \
             --rdzv-conf=is_host=$((2 - $1)),last_call_timeout=5 --shutdown-timeout=28 \
@@ -95,15 +95,36 @@ endpoint_lost() {
     await "ends after" 150 && judge
 }
 
+# Each host has another file system under the name of the root: refused before the first step
+own_folders() {
+    mkdir "$work/checkpoints"
+    mount="mount -t tmpfs none $work/checkpoints"
+    start 1 2
+    start 2 2
+    await "ranks 1 do not see in $work/checkpoints what rank 0 has written there" 120
+}
+# Host 2 loses the file system for a while: saves fail meanwhile, in words, and none after it
+unmounted() {
+    begin 2 || return
+    local inside
+    inside=$(pgrep -P "${hosts[2]}")
+    nsenter -t "$inside" -m mount -t tmpfs none "$work/checkpoints"
+    await "rank 0 has made this folder, and it is not seen here" 60 || return
+    [ "$(nsenter -t "$inside" -m ls "$work/checkpoints")" = "" ] || return
+    nsenter -t "$inside" -m umount "$work/checkpoints"
+    await "ends after" 150 && judge && [ "$(grep -c "rank 0: begins" "$work/1.out")" = 1 ]
+}
+
 for scenario in $scenarios; do
     work=$dir/$scenario
+    mount=true
     mkdir "$work"
     echo "=== $scenario, $(date +%T)"
     "$scenario" || bad+=("$scenario")
     for pid in "${hosts[@]}"; do kill -9 "$pid"; wait "$pid"; done 2>/dev/null
     hosts=()
     for host in 1 2; do ip -n "$net-$host" link set "v$host-$$" up; done
-    cat "$work"/*.out | grep "begins\|leaves\|ends after\|Error: " | sort | cut -c1-150 | sed 's/^/    /'
+    cat "$work"/*.out | grep "begins\|leaves\|ends after\|no checkpoint in\|Error: " | sort | cut -c1-150 | sed 's/^/    /'
 done
 echo "not as it should be: ${bad[*]:-none}"
 [ ${#bad[@]} = 0 ]
