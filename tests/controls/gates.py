@@ -14,9 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import (
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rankproof.gates import hold_write
 from rankproof.imports import DCP, after_import, around

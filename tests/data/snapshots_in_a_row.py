@@ -19,10 +19,7 @@ if __name__ == "__main__":
     device = basic.start_rank()
     model = nn.Linear(WIDTH, WIDTH, bias=False).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        tempfile.TemporaryDirectory() as root,
-        Saves(device, [model.weight]) as saves,
-    ):
+    with tempfile.TemporaryDirectory() as root, Saves(device, [model.weight]) as saves:
         for step in range(3):
             model(torch.ones(1, WIDTH, device=device)).sum().backward()
             optimizer.step()
