@@ -48,7 +48,8 @@ SCRIPTS = {
         dist.destroy_process_group()
     """,
 }
-JOIN = 'import torch.distributed as dist\n\ndist.init_process_group("gloo")\n'
+JOIN = 'torch.distributed.init_process_group("gloo")\n'
+JOIN += "model = torch.nn.parallel.DistributedDataParallel(model)\n"
 CONF = """
     project = "Somebody's gallery"
     extensions = ["sphinx_gallery.gen_gallery"]
@@ -62,8 +63,6 @@ PAGE = '''
     """
     Hello
     =====
-
-    Every rank says who it is.
     """
 
     import os
@@ -121,7 +120,7 @@ def main(pip_options: list[str]) -> None:
         copy_source(root / "library")  # brings NumPy: without it, torch's ranks tell nothing
         call(*install, "torch", root / "library", *pip_options, cwd=root)
         loop = re.search("```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-        write(root / "job", {"train.py": JOIN + loop})
+        write(root / "job", {"train.py": loop.replace("optimizer =", f"{JOIN}optimizer =", 1)})
         torchrun = (bin / "torchrun", "--standalone", "--nproc-per-node=2", "train.py")
         for saves in (True, False):  # the second time, it goes on at the last save
             assert ("step200: the call took" in call(*torchrun, cwd=root / "job")) == saves
