@@ -82,6 +82,7 @@ class OrderRecord:
     conflicts: list[str]
     used_before_wait: list[str]
     async_collectives: int
+    copies: int  # that nobody waited for, between the host and a device
     streams: int
     accesses: int
 

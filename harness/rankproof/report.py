@@ -10,9 +10,10 @@ from rankproof.judge import Failure
 
 COMMAND = os.environ.get("RANKPROOF_COMMAND", "rankproof")  # how a person calls this
 TAIL_LINES = 25
-JUDGED = ("saves", "leaves", "streams", "asynchronous collectives")
+JUDGED = ("saves", "leaves", "streams", "asynchronous collectives", "non-blocking copies")
 VERDICTS = {"passed": 0, "failed": 1, "not judged": 2}  # and their exit statuses
-ONE_OF = {"leaves": "leaf", "accesses": "access"}  # of others, the plural without its "s"
+ONE_OF = {"leaves": "leaf", "accesses": "access", "non-blocking copies": "non-blocking copy"}
+# of others, the plural without its "s"
 
 
 @dataclass
@@ -78,6 +79,13 @@ class Report:
         """The kinds of failure that occurred."""
         return frozenset(failure.kind for failure in self.failures)
 
+    @property
+    def which_ranks(self) -> str:
+        """How many; a script that starts its own is one process here, whatever their number."""
+        if self.launcher == "python":
+            return "its own ranks"
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+
     def to_dict(self) -> dict:
         return asdict(self)
 
@@ -87,11 +95,10 @@ class Report:
 
     def describe(self) -> str:
         """A text for a person: what failed, the last lines of each rank, how to run it again."""
-        plural = "s" if self.ranks > 1 else ""
         shown = self.verdict if self.verdict == "passed" else self.verdict.upper()
         if self.verdict == "passed" and self.nothing_to_judge:
             shown = "ran; nothing to judge"
-        lines = [f"{self.recipe} on {self.ranks} rank{plural}: {shown}"]
+        lines = [f"{self.recipe} on {self.which_ranks}: {shown}"]
         for failure in self.failures:
             where = "" if failure.rank is None else f" [rank {failure.rank}]"
             lines.append(f"  {failure.kind}{where}: {failure.text}")

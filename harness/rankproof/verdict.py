@@ -157,12 +157,16 @@ def _say_what_order_was_judged(report: Report, records: list[Record], is_to_orde
         return
     streams = max(order.streams for order in recorded)
     collectives = max(order.async_collectives for order in recorded)
+    copies = max(order.copies for order in recorded)
     report.judged["streams"] = streams
     report.judged["accesses"] = sum(order.accesses for order in recorded)
     if collectives:
         report.judged["asynchronous collectives"] = collectives
-    is_judged = any(failure.kind == "unordered_access" for failure in report.failures)
-    if not streams and not collectives and not is_judged:
+    if copies:
+        report.judged["non-blocking copies"] = copies
+    found = any(failure.kind == "unordered_access" for failure in report.failures)
+    is_judged = streams or collectives or copies or found
+    if not is_judged and report.launcher != "python":
         report.notes.append("no stream was made, so there was no order to judge")
 
 

@@ -1,5 +1,6 @@
 """Stream order on the host's side: buffers that it fills and reads, copies that it waits for."""
 
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -69,6 +70,8 @@ READS = {
     "float": lambda buffer: float(buffer[1]),
     "numpy": lambda buffer: buffer.numpy().sum(),
     "str": str,
+    "pickle": pickle.dumps,
+    "safetensors": lambda buffer: pytest.importorskip("safetensors.torch").save({"x": buffer}),
 }
 BUFFERS = MAKERS | {
     "empty_like": lambda: torch.empty_like(torch.zeros(SHAPE, device=DEVICE)),
@@ -90,6 +93,8 @@ def test_a_metrics_buffer_is_read_once_its_copy_has_run(recorder, make, read, wa
         copied.synchronize()
     read(buffer)
     assert bool(recorder.conflicts) is not waits, recorder.conflicts
+    assert recorder.report().copies == 1
+    assert copied.elapsed_time(copied) == 0
 
 
 SNAPSHOTS = {

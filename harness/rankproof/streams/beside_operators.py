@@ -4,6 +4,8 @@ import ctypes
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch.jit._builtins import _find_builtin, _register_builtin
@@ -29,7 +31,11 @@ class BesideOperators:
     def watch(self) -> None:
         recorder = self.recorder
         recorder.watch(torch, "frombuffer", after=self.mapped)
-        recorder.watch(torch, "save", self.saved)
+        recorder.watch(torch, "save", partial(self.saved, "torch.save"))
+        if find_spec("safetensors"):
+            safetensors = import_module("safetensors.torch")
+            for name in ("save", "save_file"):
+                recorder.watch(safetensors, name, partial(self.saved, "safetensors"))
         recorder.watch(os, "pwritev", self.written)
         for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"):
             shown = name.strip("_")
@@ -49,8 +55,13 @@ class BesideOperators:
             with self.recorder.lock:
                 self.recorder.region_of(tensor).on_host = True
 
-    def saved(self, value: object, *_: object, **__: object) -> None:
-        self.read("torch.save", list(tensors_in(value)))
+    def saved(self, by: str, value: object, *_: object, **__: object) -> None:
+        """A tensor that is pickled gives its storage to ``torch.save``."""
+        storage = getattr(value, "_untyped_storage", value)
+        if isinstance(storage, torch.UntypedStorage):
+            by = "pickle"
+            value = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self.read(by, list(tensors_in(value)))
 
     def read_by_python(self, name: str, tensor: torch.Tensor, *_: object, **__: object) -> None:
         if type(tensor) in PLAIN and called_by_recipe(DISPATCHERS):

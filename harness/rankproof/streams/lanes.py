@@ -9,6 +9,7 @@ joins its clock into the own.
 import contextlib
 import threading
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -174,15 +175,20 @@ class HostThread(Stream):
 
 
 class Event(Awaited):
-    """A point in a lane. Same methods as a CUDA event that is not timed."""
+    """A point in a lane. Same methods as a CUDA event; the time is that of the calls."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.recorder = RECORDERS[-1]
         self.clock: Clock = {}
+        self.recorded_s = 0.0
+
+    def elapsed_time(self, end: "Event") -> float:
+        return (end.recorded_s - self.recorded_s) * 1000
 
     def record(self, stream: Stream | None = None) -> None:
         host = self.recorder.this_thread()
         stream = stream or host.current
+        self.recorded_s = perf_counter()
         with self.recorder.lock:
             self.clock = dict(stream.clock)
             join(self.clock, host.clock)

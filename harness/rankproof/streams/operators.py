@@ -256,6 +256,7 @@ class OrderMode(TorchDispatchMode):
                 host.collective.blocks_host |= places.host
             lane.launch(host)
             brings = copy is not None and not waits and not places.host
+            recorder.copies += brings or (is_transfer and not waits)
             noted = Noted(name, where, lane, lane.clock[lane.lane], host.collective, brings)
             for tensor, region, writes in inputs:
                 if by_host and is_hosts_value(recorder, tensor, region):

@@ -57,6 +57,7 @@ class Recorder:
         self.streams = [self.default_stream]
         self.waited_for: Clock = {}  # by any thread
         self.collectives = 0  # asynchronous ones
+        self.copies = 0  # between the host and a device, that need not wait
         self.collective_lanes: list[Stream] = []
         self.freed: dict[tuple[int, int], list[list[Access]]] = {}  # by lane and bytes
         self.undo = contextlib.ExitStack()
@@ -243,6 +244,7 @@ class Recorder:
             conflicts=unordered,
             used_before_wait=early,
             async_collectives=self.collectives,
+            copies=self.copies,
             streams=len(self.streams) - 1,
             accesses=self.count,
         )
