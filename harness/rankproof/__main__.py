@@ -21,7 +21,7 @@ from rankproof.recipe import (
     why_skipped,
 )
 from rankproof.report import COMMAND, Report
-from rankproof.run import LAUNCHERS, OPTIONAL, run
+from rankproof.run import LAUNCHERS, OPTIONAL, is_run_once, run
 from rankproof.sources import SourceError
 
 
@@ -50,8 +50,13 @@ def judge(options: argparse.Namespace) -> int:
             say(options, f"skips {file}: {why}")
     reports = []
     for script, count in runs:
+        ranks = f"{count} rank{'s' * (count > 1)}"
+        if is_run_once(script, options.launcher):
+            if reports and reports[-1].path == str(script.path):
+                continue
+            ranks = "its own ranks"
         if is_folder:
-            say(options, f"runs {script.path} on {count} rank{'s' * (count > 1)}")
+            say(options, f"runs {script.path} on {ranks}")
         report = judge_one(script, count, control, options)
         reports.append(report)
         if not options.json:

@@ -62,7 +62,7 @@ def test_case(report: Report) -> ElementTree.Element:
     case = ElementTree.Element(
         "testcase",
         classname=".".join(file.parent.parts) or ".",
-        name=f"{file.name} on {ranks_of(report)}",
+        name=f"{file.name} on {report.which_ranks}",
         file=str(file),
         time=f"{report.seconds:.1f}",
     )
@@ -84,15 +84,9 @@ def without_control_characters(text: str) -> str:
     return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
 
 
-def ranks_of(report: Report) -> str:
-    if report.launcher == "python":
-        return "its own ranks"
-    return f"{report.ranks} rank{'s' * (report.ranks > 1)}"
-
-
-def from_here(path: str) -> Path:
-    """Relative to the directory of the command, where it lies below that."""
-    here = Path.cwd()
+def from_here(path: str, here: Path | None = None) -> Path:
+    """Relative to ``here``, the directory of the command, where it lies below that."""
+    here = here or Path.cwd()
     return Path(path).relative_to(here) if Path(path).is_relative_to(here) else Path(path)
 
 
@@ -102,7 +96,7 @@ def annotations(report: Report) -> list[str]:
         return []
     lines = []
     for failure in report.failures:
-        title = f"{failure.kind} on {ranks_of(report)}"
+        title = f"{failure.kind} on {report.which_ranks}"
         where = line_of(failure.text, failure.rank, report)
         text = f"{failure.text}\n{failure.hint}" if failure.hint else failure.text
         lines.append(annotation("error", report.path, where, title, text))
@@ -113,7 +107,9 @@ def annotations(report: Report) -> list[str]:
 
 
 def annotation(level: str, path: str, line: int, title: str, text: str) -> str:
-    file = escaped(str(from_here(path)), PROPERTY_ESCAPES)
+    root = os.environ.get("GITHUB_WORKSPACE")  # of the repository, wherever the command runs
+    place = from_here(path, Path(root) if root else None)
+    file = escaped(str(place), PROPERTY_ESCAPES)
     named = escaped(title, PROPERTY_ESCAPES)
     return f"::{level} file={file},line={line},title={named}::{escaped(text, MESSAGE_ESCAPES)}"
 

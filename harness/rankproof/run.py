@@ -33,6 +33,7 @@ from rankproof.verdict import Left, fill_in
 
 __all__ = ["COMMAND", "HOME", "LAUNCHERS", "OPTIONAL", "Options", "Report", "load_back", "run"]
 
+ORDER_UNSEEN = "in which order the ranks that it starts use memory: torchrun must start them"
 GROUPS_UNSEEN = "whether the ranks that it starts leave their process groups is not seen"
 SAVES_UNSEEN = "what the processes that it starts save is not seen"
 OPTIONAL = (  # kinds that a project may turn off: its habits, no lost work
@@ -152,7 +153,7 @@ class _Run:
         self.gate = find_gate(gate) if gate else None
         controls_deadline = control.deadline_s if control else None
         self.deadline_s = options.deadline_s or controls_deadline or DEFAULT_DEADLINE_S
-        starts, sets_rendezvous = own_ranks(read(recipe.path), sources_beside(recipe))
+        starts, sets_rendezvous = own_start(recipe)
         self.starts = starts  # where it starts its ranks itself, or empty
         self.sets_rendezvous = sets_rendezvous
         self.launcher = options.launcher
@@ -243,6 +244,8 @@ class _Run:
             report.notes.append(GROUPS_UNSEEN)
             if self.recipe.saves and report.nothing_to_judge:
                 report.unjudged = report.unjudged or [SAVES_UNSEEN]
+            if self.order and self.starts:
+                report.unjudged.append(ORDER_UNSEEN)
         _do_not_judge_a_taken_port(report)
         if report.kinds == {"raised"}:
             if self.options.cwd is None:
@@ -250,6 +253,16 @@ class _Run:
             _hint_at_its_package(report, self.recipe.path)
         if self.sets_rendezvous and self.launcher != "python":
             _do_not_judge_its_rendezvous(report, self.sets_rendezvous)
+
+
+def own_start(recipe: Recipe) -> tuple[str, str]:
+    """:func:`rankproof.starts.own_ranks` of a script."""
+    return own_ranks(read(recipe.path), sources_beside(recipe))
+
+
+def is_run_once(recipe: Recipe, launcher: str) -> bool:
+    """Whether how many ranks it has is the script's own affair."""
+    return launcher == "python" or (launcher == "auto" and own_start(recipe)[0] != "")
 
 
 def sources_beside(recipe: Recipe) -> dict[str, str]:

@@ -169,6 +169,9 @@ def test_a_folder_is_judged_as_its_settings_say(tmp_path, monkeypatch, capsys) -
     assert failure.get("message") == "ValueError: the loss is not finite"
     assert failure.get("type") == "raised"
 
+    command(monkeypatch, "run", tmp_path / "train_two.py", "--ranks", "1,2", "--json")
+    assert len(json.loads(capsys.readouterr().out)) == 1  # it starts as many as it likes
+
 
 def test_it_says_its_version_and_that_it_needs_linux(tmp_path, monkeypatch, capsys) -> None:
     assert command(monkeypatch, "--version") == 0
@@ -221,9 +224,10 @@ def test_github_gets_each_failure_at_its_line(tmp_path, monkeypatch, capsys) -> 
     command(monkeypatch, *run_it)
     assert "::error" not in capsys.readouterr().out
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path.parent))
     command(monkeypatch, *run_it)
     line = 1 + script.read_text().splitlines().index(
         '    raise ValueError("the loss, of step 1: 100% wrong")'
     )
-    wanted = f"::error file=train.py,line={line},title=raised on 1 rank::ValueError: the loss, of "
-    assert wanted + "step 1: 100%25 wrong" in capsys.readouterr().out
+    wanted = f"::error file={tmp_path.name}/train.py,line={line},title=raised on 1 rank::ValueError"
+    assert wanted + ": the loss, of step 1: 100%25 wrong" in capsys.readouterr().out

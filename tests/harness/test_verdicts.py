@@ -47,11 +47,10 @@ def unknown(cause: str, **settings) -> Case:
 GOOD = {
     "fsdp1": good("judged: 1 save, 2 leaves"),
     "ddp": good("ran; nothing to judge"),
-    "spawns": good("note: whether the ranks that it starts .* is not seen", launcher="python"),
+    "spawns": good("(?s)on its own ranks: .*ranks that .* is not seen", launcher="python"),
+    "spawns.order": unknown("in which order the ranks that .* use", launcher="python", order=True),
     "port_is_taken": unknown("a port was taken, by this run or another program", ok=False),
-    "sets_its_port": unknown(
-        "sets its ranks' rendezvous itself .MASTER_PORT, line", deadline_s=5, ok=False
-    ),
+    "sets_its_port": unknown("rendezvous itself .MASTER_PORT, line", deadline_s=5, ok=False),
     "exits_in_main": good(),
     "rank_0_awaits_alone": good("held by the gate", gate="hold_write"),
     "writes_to_a_cache": good("note: written to caches: .*rankproof-test/downloaded"),
@@ -73,9 +72,7 @@ BAD = {
     "writes_elsewhere": bad("wrote_elsewhere", "writes_elsewhere.log(.|\n)*--allow DIR"),
     "deprecated": bad("deprecation_warning", "old_name is deprecated; use new_name"),
     "two_saves_in_flight": bad("overlapping_saves", "began while that of step1 was in flight"),
-    "one_rank_saves_its_shards": bad(
-        "checkpoint_incomplete", "weight: 32 of 64 elements are in the checkpoint"
-    ),
+    "one_rank_saves_its_shards": bad("checkpoint_incomplete", "weight: 32 of 64 elements are in"),
     "never_awaits": bad("never_awaited", "step1: the script ended without having waited for it"),
     "atexit_hangs": bad("hung", "after the script's last line", deadline_s=4),
     "crashes_behind_the_interpreter": bad("killed", "SIGABRT, after the script's last line"),
@@ -83,9 +80,7 @@ BAD = {
     "subprocess_writes": bad("wrote_elsewhere", "/var/tmp/rankproof-left"),
     "live_stager": bad("checkpoint_wrong", "1 of 1 leaves are not what was passed to async_save"),
     "left_unfinished": bad("checkpoint_incomplete", "still has the name of an unfinished save"),
-    "differs_between_ranks": bad(
-        "checkpoint_wrong", "x .rank 1.; the ranks passed different values of x"
-    ),
+    "differs_between_ranks": bad("checkpoint_wrong", "x .rank 1.; the .* different values of x"),
     "thread_raises": bad("raised", "OSError: No space left on device .in thread"),
     "exits_on_one_rank": bad("exited_early", r"rank 1.: sys.exit.0. before"),
     "barrier_on_one_rank": bad("hung", "still running at the deadline", deadline_s=3),
@@ -93,9 +88,7 @@ BAD = {
     "second_save_replaces_the_first": bad("checkpoint_wrong", "a later save into it replaced mod"),
     "child_dies": bad("child_died", "prepares ended with exit code 1, started at child_dies.py:12"),
     "torch_streams_unordered": bad("unordered_access", ":11 writes(.|\n)*:12 writes", order=True),
-    "async_used_before_wait": bad(
-        "used_before_wait", ":10 reads .div.(.|\n)*all_reduce, issued at .*:9", order=True
-    ),
+    "async_used_before_wait": bad("used_before_wait", "(?s):10 .*uce, issued at .*:9", order=True),
     "freed_without_record_stream": bad("unordered_access", "memory freed since", order=True),
 }
 CASES = [("good", name, case) for name, case in GOOD.items()]
@@ -143,6 +136,4 @@ def test_every_script_is_in_the_table() -> None:
 def test_a_script_that_starts_its_ranks_itself_is_not_judged_by_another_launcher() -> None:
     report = run(DATA / "good" / "spawns.py", 2, launcher="warm")
     assert (report.verdict, report.exit_code) == ("not judged", 2)
-    assert re.search(
-        r"starts its ranks itself \(spawn, line \d+\): use --launcher python", report.describe()
-    )
+    assert re.search(r"itself \(spawn, line \d+\): use --launcher python", report.describe())
