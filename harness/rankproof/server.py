@@ -137,6 +137,7 @@ def serve(modules: list[str]) -> None:
             gc.freeze()  # what is imported is no garbage: a fork neither looks at it nor copies it
             child = os.fork()
             if child == 0:
+                answers.close()  # else each rank would tell a script that shows warnings of it
                 _lead(spec, me)
             status = os.waitpid(child, 0)[1]
             if not leader.held_open(0):  # nobody can ask any more

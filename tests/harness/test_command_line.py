@@ -138,17 +138,16 @@ def test_a_folder_is_judged_as_its_settings_say(tmp_path, monkeypatch, capsys) -
     write(tmp_path, "train_helper.py", "WIDTH = 3\n\ndef model():\n    return WIDTH\n")
     write(tmp_path, "train_slow.py", "raise SystemExit('left out')\n")
     write(tmp_path, "other.py", "raise SystemExit('of another name')\n")
-    write(tmp_path, "train_small.py", "import sys\nassert sys.argv[1:] == ['--epochs', '3']\n")
+    warns = "import sys, warnings\nwarnings.simplefilter('always')\n"
+    write(tmp_path, "train_small.py", f"{warns}assert sys.argv[1:] == ['--epochs', '3']\n")
     write(tmp_path, "train_two.py", "import torch.multiprocessing as mp\nmp.spawn(print)\n")
     report, run_it = tmp_path / "report.xml", ("run", tmp_path, "--launcher", "warm")
 
     assert command(monkeypatch, *run_it, "--junit", report, "--json") == 2
     captured = capsys.readouterr()
     told = json.loads(captured.out)
-    assert [(r["recipe"], r["verdict"]) for r in told] == [
-        ("train_small", "passed"),
-        ("train_two", "not judged"),
-    ]
+    said = [(r["recipe"], r["verdict"], r["outputs"]) for r in told]
+    assert said == [("train_small", "passed", [""]), ("train_two", "not judged", [])]
     said = captured.err
     assert "other.py: its name does not match train_*.py" in said
     assert "train_slow.py: excluded by *_slow.py" in said
