@@ -29,7 +29,9 @@ _OF_GROUPS = ("slot", "sample", "large", "small_to", "small_from")
 class FasterWay:
     """Times steps by peer copies and then as many by stock FSDP2, and keeps the faster way.
 
-    A step begins with the first forward that has a graph after weights have changed.
+    A step begins with the first forward that has a graph after the weights of all units have
+    changed. Then no earlier forward waits for its backward, which would need the way of that
+    forward: where two optimizers take turns, one may step while the other's graph waits.
     """
 
     def __init__(self, model: FSDPModule, gathers: Gathers, pushed: PushedGradients | None) -> None:
@@ -45,7 +47,7 @@ class FasterWay:
             for p in group.fsdp_params:
                 fresh = dict.fromkeys(_OF_PARAMETERS) | {"all_gather_outputs": []}
                 self.aside.append((p, fresh))
-        self.versions: list = []
+        self.versions: list | None = None  # of each unit, when the present step began
         self.begins: list = []  # of the present way's steps
         self.seconds: list[float] = []  # of a step: by peer copies, then by FSDP2
         self.hook = model.register_forward_pre_hook(self.begin_forward, prepend=True)
@@ -56,8 +58,8 @@ class FasterWay:
             return
         groups = self.gathers.groups
         found = [versions(group) for group in groups]
-        if found == self.versions:
-            return  # the next micro-batch of a step
+        if self.is_of_same_step(found):
+            return
         self.versions = found
         if any(group.is_unsharded for group in groups):
             return  # what FSDP2 holds for later cannot be exchanged
@@ -66,6 +68,19 @@ class FasterWay:
             self.seconds.append(self.median_step())
             self.begins = []
             self.go_on()
+
+    def is_of_same_step(self, found: list) -> bool:
+        """Whether a unit that is trained has not changed since the step began; or none is."""
+        if self.versions is None:
+            return False
+        has_changed = False
+        for number, group in enumerate(self.gathers.groups):
+            if not any(p.sharded_param.requires_grad for p in group.fsdp_params):
+                continue
+            if found[number] == self.versions[number]:
+                return True
+            has_changed = True
+        return not has_changed
 
     def now(self) -> object:
         """The present moment of the device, which may lie ahead; on a CPU that of the host."""
@@ -90,23 +105,29 @@ class FasterWay:
     def go_on(self) -> None:
         """Take the other way for as many steps; at last the faster one of both, for good."""
         if len(self.seconds) == 1:
-            if min(self.of_all_ranks(self.has_room())):
+            if all(self.of_all_ranks(self.has_room()).values()):
                 self.exchange()
             else:
                 LOG.info("peer copies: too little memory is free to compare them with stock FSDP2")
                 self.end()
             return
-        slowest = [max(way) for way in zip(*self.of_all_ranks(self.seconds), strict=True)]
-        figures = "a step takes %.4f s by peer copies and %.4f s by stock FSDP2"
-        if slowest[1] < _MARGIN * slowest[0]:
+        said = self.of_all_ranks(self.seconds)
+        by_peers = max(seconds[0] for seconds in said.values())
+        by_stock = max(seconds[1] for seconds in said.values())
+        keeps_stock = by_stock < _MARGIN * by_peers
+        if keeps_stock:
             self.let_go()
-            if dist.get_rank() == 0:
-                LOG.warning(f"{figures}: stock FSDP2 from here on", *slowest)
         else:
             self.exchange()
-            if dist.get_rank() == 0:
-                LOG.info(f"{figures}: peer copies from here on", *slowest)
         self.end()
+        if dist.get_rank() == min(said):
+            LOG.log(
+                logging.WARNING if keeps_stock else logging.INFO,
+                "a step takes %.4f s by peer copies and %.4f s by stock FSDP2: %s from here on",
+                by_peers,
+                by_stock,
+                "stock FSDP2" if keeps_stock else "peer copies",
+            )
 
     def has_room(self) -> bool:
         """Whether FSDP2's buffers fit beside the slots."""
@@ -116,16 +137,23 @@ class FasterWay:
         free, _ = torch.cuda.mem_get_info(device)
         return free > 2 * sum(slot.nbytes() for slot in self.gathers.slots)
 
-    def of_all_ranks(self, mine: object) -> list:
-        """What each rank that has a part of the model says. Collective."""
-        mesh = self.gathers.groups[0].mesh_info
-        said = [mine]
-        for name in ("shard_process_group", "replicate_process_group"):
-            group = getattr(mesh, name, None)
-            if group is not None:
-                answers: list = [None] * group.size()
-                dist.all_gather_object(answers, said, group=group)
-                said = [each for answer in answers for each in answer]
+    def of_all_ranks(self, mine: object) -> dict[int, object]:
+        """By rank, what each that has a part of the model says. Collective.
+
+        These are all ranks of the mesh: with tensor parallelism more than those that gather.
+        """
+        meshes = []
+        for group in self.gathers.groups:
+            for p in group.fsdp_params:
+                meshes.append(p.sharded_param.device_mesh)
+        mesh = max(meshes, key=lambda mesh: mesh.ndim)
+        said = {dist.get_rank(): mine}
+        for dimension in range(mesh.ndim):
+            group = mesh.get_group(dimension)
+            answers: list = [None] * group.size()
+            dist.all_gather_object(answers, said, group=group)
+            for answer in answers:
+                said = said | answer
         return said
 
     def exchange(self) -> None:

@@ -30,8 +30,11 @@ from in_place_models import (  # noqa: E402
     shard,
     step,
 )
+from raising import assert_refused  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # noqa: E402
 
 from overlap_recipes.fsdp2 import (  # noqa: E402
     faster_way,
@@ -45,12 +48,7 @@ from overlap_recipes.fsdp2.peer_memory import param_groups  # noqa: E402
 
 
 def expect(words: str, what: Callable[[], object]) -> None:
-    try:
-        what()
-    except RuntimeError as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"no error of {words}")
+    assert_refused(what, RuntimeError, words)
 
 
 def same_gradients(model: nn.Module, stock: nn.Module) -> None:
@@ -215,12 +213,16 @@ def the_faster_way_is_kept() -> None:
 
 
 def steps_of_both_ways(faster: str | None) -> tuple[list, nn.Module, PeerCopies | None]:
-    """Losses and shards of 16 steps of two micro-batches; the last rank alone sees a difference."""
+    """Losses and shards of 16 steps; the last rank alone sees a difference.
+
+    A step has two micro-batches. Before them, one unit is trained while a graph of others waits.
+    """
     model = shard(FP32)
     # Under deterministic algorithms nothing is compared; two ranks have these bits without.
     with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: False):
         copies = use_peer_copies(model, SLOTS) if faster else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    of_one_unit = torch.optim.SGD(model.blocks[-1].parameters(), lr=1e-2)
     clock = [0.0]
 
     def now(way: faster_way.FasterWay) -> float:
@@ -232,9 +234,17 @@ def steps_of_both_ways(faster: str | None) -> tuple[list, nn.Module, PeerCopies 
     found = []
     with mock.patch.object(faster_way.FasterWay, "now", now):
         for turn in range(16):
+            model.depth = BLOCKS - 1
+            waiting = loss_of(model, turn)
+            model.depth = None
+            loss_of(model, turn).backward()
+            of_one_unit.step()
+            model.zero_grad()
             for micro in range(2):
                 model.set_requires_gradient_sync(micro == 1)
                 loss = loss_of(model, 2 * turn + micro)
+                if micro == 0:
+                    loss = loss + waiting
                 loss.backward()
                 found.append(loss.detach())
             optimizer.step()
@@ -334,6 +344,18 @@ def full_weights_returned() -> None:
                 expect("returns its full weights", partial(loss_of, model, 0))
 
 
+def all_ranks_of_the_mesh_choose() -> None:
+    """With tensor parallelism more than those that gather: else half of a weight goes each way."""
+    if dist.get_world_size() != 4:
+        return
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("data", "parts"))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    parallelize_module(model, mesh["parts"], {"1": ColwiseParallel()})
+    copies = use_peer_copies(fully_shard(model, mesh=mesh["data"]))
+    way = faster_way.FasterWay(model, copies.gathers, copies.pushed)
+    assert way.of_all_ranks(dist.get_rank() * 2) == {0: 0, 1: 2, 2: 4, 3: 6}
+
+
 TROUBLES = (
     full_weights_returned,
     one_call_refuses_and_changes_nothing,
@@ -346,6 +368,7 @@ TROUBLES = (
     a_hook_that_raises_on_one_rank,
     penalties_on_gradients,
     the_faster_way_is_kept,
+    all_ranks_of_the_mesh_choose,
 )
 
 

@@ -29,6 +29,7 @@ def test_stock_models_train_the_bits_of_stock_fsdp2(pytestconfig) -> None:
 
 def test_troubles_are_refused_or_leave_training_as_it_was() -> None:
     passes("troubles", 2, deadline_s=300)
+    passes("troubles", 4, "all_ranks_of_the_mesh_choose")
 
 
 def test_gradients_of_some_ranks_or_by_unseen_tensors_are_right_or_refused() -> None:
