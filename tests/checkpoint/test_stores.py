@@ -159,7 +159,9 @@ def test_what_an_older_job_has_left_unfinished_is_none_and_in_nobodys_way(place:
 def test_foreign_files_are_no_checkpoints_and_stay(place: Place) -> None:
     place.save(1)
     own = {"notes.txt": "mine", "step7.json": '{"loss": 1.0}', "step-9": "mine", "step08": "mine"}
+    own |= {"notes.deleted": "mine", "data.incomplete/part": "mine", "step08.deleted/part": "mine"}
     for name, text in own.items():
+        (place.path / name).parent.mkdir(exist_ok=True)
         (place.path / name).write_text(text)
     (place.path / "step6.json").mkdir()
     assert place.resumed() == 1

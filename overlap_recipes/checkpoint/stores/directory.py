@@ -12,6 +12,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import time
 import uuid
@@ -20,12 +21,13 @@ from pathlib import Path
 
 from ..checked_files import described_file, faults, files_in
 from ..reader import Reader
-from .store import name_of, steps_of
+from .store import NAME, name_of, steps_of
 
 LOG = logging.getLogger(__name__)
 _LEASE = "lease"  # in the root: locked by the job that writes here
 POINTER = "latest"  # in the root: the name of the newest checkpoint, for people and other programs
-_LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave over
+# What a crash can leave over: of a save, or of a deletion.
+_LEFTOVER = re.compile(rf"{NAME.pattern}(\.[0-9a-f]{{8}})?\.(incomplete|deleted)")
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # of a lock that another process has
 
 
@@ -187,10 +189,8 @@ class Directory:
         shutil.rmtree(doomed)
 
     def unfinished(self) -> list[str]:
-        found = []
-        for pattern in _LEFTOVERS:
-            found.extend(path.name for path in self.root.glob(pattern))
-        return found
+        names = [path.name for path in self.root.glob("step*")]
+        return [name for name in names if _LEFTOVER.fullmatch(name)]
 
     def begin(self, step: int, nbytes: int) -> str:
         if self.latest_place is not None:
