@@ -10,19 +10,12 @@ import re
 import sys
 from pathlib import Path
 
+from house import ROOMS
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 PROSE = 1260  # words of a page
 COPIED = "# The block to copy\n"  # heading of a first cell
-ROOMS = {
-    "the library": "overlap_recipes/**/*.py",
-    "recipes": "recipes_source/**/*.py",
-    "harness": "harness/**/*.py",
-    "_ext": "_ext/*.py",
-    "benchmarks": "benchmarks/*.py",
-    "tests": "tests/**/*.py",
-    "tools": "tools/*.py",
-}
 
 
 def statements(source: str) -> int:

@@ -23,6 +23,7 @@ sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from facing import face  # noqa: E402
+from raising import assert_refused  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -76,12 +77,7 @@ def run(job: Job, root: Path, steps: int, **settings) -> list[float]:
 
 
 def raises(kind: type, words: str, call, *args) -> None:
-    try:
-        call(*args)
-    except kind as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"no {kind.__name__}: {words}")
+    assert_refused(partial(call, *args), kind, words)
 
 
 def goes_on(root: Path, device: torch.device) -> None:

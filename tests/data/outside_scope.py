@@ -17,7 +17,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from facing import face  # noqa: E402
-from raising import raised  # noqa: E402
+from raising import assert_refused, raised  # noqa: E402
 from state_to_save import AppState, load  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint import DefaultLoadPlanner  # noqa: E402
@@ -52,11 +52,6 @@ def saving_ways(root: Path, device: torch.device) -> Iterator[async_save.AsyncCh
             root / name, stager, _checks.NamedWhenComplete, _checks.SameOnAllRanks()
         )
     stagers["default_stager"].close()
-
-
-def assert_refused(call: Callable[[], object], kind: type, why: str) -> None:
-    error = raised(call)
-    assert isinstance(error, kind) and why in str(error), f"{why!r} wanted: {error!r}"
 
 
 def model_of(device: torch.device, seed: int = 0) -> nn.Module:

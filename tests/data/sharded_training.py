@@ -16,7 +16,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes_source"
 HERE = Path(__file__).parent
 sys.path[:0] = [str(RECIPES / "sharding"), str(HERE)]
 
-from raising import raised  # noqa: E402
+from raising import assert_refused, raised  # noqa: E402
 from stream_context import FsdpContext, start_rank  # noqa: E402
 
 LAYERS = 4
@@ -115,11 +115,6 @@ def few_rows() -> None:
 
 
 # -- what the file is not made for --------------------------------------------------------------
-
-
-def assert_refused(call: Callable[[], object], kind: type, why: str) -> None:
-    error = raised(call)
-    assert isinstance(error, kind) and why in str(error), f"{why!r} wanted: {error!r}"
 
 
 def sharded(kind: type[nn.Module] = Layer) -> tuple[nn.Sequential, FsdpContext]:
