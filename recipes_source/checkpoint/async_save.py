@@ -12,9 +12,9 @@ gaps.
 
 **Scope.** A state dict of plain tensors, DTensors, numbers and text, on any number of ranks that
 share a file system. All but DTensors must be the same on all ranks. With
-``check=SameOnAllRanks()``, as below, a save of any other state raises on every rank. Without it,
-nothing checks the state. :doc:`state_to_save` says how to get a state dict that a run can resume
-from, and how to load it.
+``check=SameOnAllRanks()``, as below, the first save of any other state raises on every rank; later
+saves compare all but the values of plain tensors. Without it, nothing checks the state.
+:doc:`state_to_save` says how to get a state dict that a run can resume from, and how to load it.
 
 **When not to bother:** the state is small or you save rarely (call ``dcp.save``), or the host has
 no room for a second copy of what all its ranks hold. If the copy itself takes too long,
@@ -83,8 +83,8 @@ again.
 #    Python waits for it at exit in any case.)
 #
 # ``per_thread_copy_ahead=0``: the writer need not copy ahead, because the state is in host memory
-# already. By default it would synchronize with the compute stream once per tensor, and an upload
-# would take as many training steps as there are tensors.
+# already. By default it would wait for the compute stream once per tensor, and an upload could take
+# as many training steps as there are tensors.
 
 import logging
 import operator
@@ -242,7 +242,7 @@ class AsyncCheckpoints:
 # Run it, and prove it
 # --------------------
 # ``train`` is the loop from the top of the page. Right after a save, it asks for its next batch.
-# The state at that moment is kept, and the checkpoint must hold the same bits. After that, three
+# There the proof copies the state, and the checkpoint must hold the same bits. After that, three
 # saves must fail: where a file is in the way, where ranks differ, where a rank is missing. The
 # lines ``is not saved`` and ``refused`` below are expected. Toys and comparisons of bits are in
 # ``_checks.py``, too.

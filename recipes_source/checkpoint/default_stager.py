@@ -315,8 +315,9 @@ if __name__ == "__main__":
 #    :rows: none default_stager_2.13 default_stager_2.13_numbers_pinned overlapped_stager
 #    :where: tokens=40960
 #
-# The second table shows the whole save. The loop reads a number, and forward and backward take as
-# long as the copy. ``default_stager_ordered`` is torch 2.11's stager, a new one for each save.
+# The second table shows the whole save. The loop reads a number in each step, and forward and
+# backward take as long as the copy. ``default_stager_ordered`` is torch 2.11's stager, a new one
+# for each save.
 # ``CheckpointManager.save`` is that of :doc:`saves_beside_training`.
 #
 # .. result-table:: checkpoint_stall

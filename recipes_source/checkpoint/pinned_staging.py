@@ -69,8 +69,8 @@ is slow: the system must touch and lock every page. So pin once, and keep the me
 #
 # * **One save at a time.** There is one set of buffers, and the upload reads from it. A second save
 #   would overwrite the values of the first one while they are being written.
-# * **A changed state** does not fit the buffers. Examples are a frozen or added layer, and a first
-#   save before the optimizer has any state. For other keys, torch raises ``CompanionMismatch``,
+# * **A changed state** does not fit the buffers: a layer was frozen or added, or the first save came
+#   before the optimizer had any state. For other keys, torch raises ``CompanionMismatch``,
 #   which names neither the key nor a way out. For another dtype it raises nothing: float32 values
 #   are rounded into a bfloat16 buffer. So ``stage`` compares layouts before anything is copied, and
 #   makes new buffers.

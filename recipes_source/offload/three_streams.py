@@ -193,7 +193,7 @@ def problem_of(host: torch.Tensor, weight: torch.Tensor) -> str:
 # The results must be those of one stream, bit by bit, three times. On a GPU, events with a clock
 # time both ways, both from pinned memory: only the number of streams differs.
 #
-# On the CPU the chunks are tiny. On a device, a copy must take much longer than its launch.
+# On a device the chunks are large, since a copy must take much longer than its launch.
 
 import os
 
