@@ -352,8 +352,7 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # A model with Adam's state, from memory (``/dev/shm``). *Plain read* is eight threads that read the
-# same files and do nothing else. ``reader_digests`` and ``resume`` check every byte, with ``zlib-ng``
-# installed (``pip install zlib-ng``): the standard library makes digests at a quarter of its rate.
+# same files. ``reader_digests`` and ``resume`` check every byte, with ``pip install zlib-ng``.
 # ``torch_load_mmap`` maps a file of ``torch.save``, and ``torch_checkpointing`` reads what it has written:
 #
 # .. result-table:: restart
