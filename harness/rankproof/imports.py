@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,6 @@ THREAD_START = threading.Thread.start.__code__
 SCRIPT = "script"
 LIBRARY = "library"  # that the script uses
 BELOW = "below"  # torch, the standard library, the harness
-FILES_BELOW: set[str] = set()  # those seen so far: most frames of a training step are of one
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -120,10 +119,6 @@ def main_thread_waits() -> bool:
     return not waiting.f_code.co_filename.startswith(torch_folder())
 
 
-def line_of(frame: FrameType) -> str:
-    return f"{name_of(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
 @cache
 def name_of(file: str) -> str:
     return os.path.basename(file)
@@ -131,17 +126,16 @@ def name_of(file: str) -> str:
 
 def recipe_line() -> str:
     """The innermost line of the script, else of its libraries, empty if there is none."""
-    library = None
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file not in FILES_BELOW:
-            owner = belongs_to(file)
-            if owner == SCRIPT:
-                return line_of(frame)
-            if owner == BELOW:
-                FILES_BELOW.add(file)
-            elif library is None:
-                library = frame
-        frame = frame.f_back
-    return line_of(library) if library else ""
+    return innermost_line((frame.f_code.co_filename, frame.f_lineno) for frame in frames())
+
+
+def innermost_line(calls: Iterable[tuple[str, int]]) -> str:
+    """The same of calls, each a file and a line, innermost first."""
+    library = ""
+    for file, line in calls:
+        owner = belongs_to(file)
+        if owner == SCRIPT:
+            return f"{name_of(file)}:{line}"
+        if owner == LIBRARY and not library:
+            library = f"{name_of(file)}:{line}"
+    return library

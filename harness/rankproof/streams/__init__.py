@@ -116,5 +116,4 @@ def recording() -> Iterator[Recorder]:
         Collectives(recorder).watch()
         stagers.watch(recorder)
         recorder.undo.enter_context(OrderMode(recorder))
-        torch.empty(0)  # the first operator imports torch._dynamo: no fork may find that half done
         yield recorder

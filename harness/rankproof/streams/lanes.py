@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankproof.imports import recipe_line
-from rankproof.streams.lines import torch_line
+from rankproof.streams.lines import Line
 
 if TYPE_CHECKING:
     from rankproof.streams.recorder import Recorder
@@ -63,7 +62,7 @@ class Stream(Awaited):
         self.recorder = recorder or RECORDERS[-1]
         self.lane = next(self.recorder.lanes)
         self.clock: Clock = {self.lane: 0}
-        self.name = name or f"the stream made at {recipe_line() or torch_line()}"
+        self.name = name or f"the stream made at {Line()}"
         if recorder is None:
             self.recorder.streams.append(self)
 
@@ -165,13 +164,9 @@ class HostThread(Stream):
         """
         self.learn(self.queued if self.current is self else self.current.clock)
 
-    def line(self) -> str:
-        """The line that this thread runs: the script's, else torch's and who started the thread."""
-        own = recipe_line()
-        if own:
-            return own
-        started = f" (thread started at {self.origin})" if self.origin else ""
-        return torch_line() + started
+    def line(self) -> Line:
+        """The line that this thread runs."""
+        return Line(self.origin)
 
 
 class Event(Awaited):

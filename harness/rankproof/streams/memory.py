@@ -28,15 +28,17 @@ class StorageRef(weakref.ref):
 class Region:
     """The memory of one storage, as long as it stays where it is, and who touched it last."""
 
-    __slots__ = ("storage", "key", "start", "end", "accesses", "home", "aliases", "used_by")
-    __slots__ += ("on_host", "is_presumed", "made_by_host")
+    __slots__ = ("storage", "key", "start", "end", "nbytes", "whole", "accesses", "home", "aliases")
+    __slots__ += ("used_by", "on_host", "is_presumed", "made_by_host")
 
     def __init__(self, storage: torch.UntypedStorage, when_gone: Callable) -> None:
         self.storage = StorageRef(storage, when_gone)
         self.storage.region = self
         self.key = storage._cdata
         self.start = storage.data_ptr()
-        self.end = self.start + storage.nbytes()
+        self.nbytes = storage.nbytes()
+        self.end = self.start + self.nbytes
+        self.whole: Place = (self.start, ((0, self.nbytes),))
         self.accesses: list[Access] = []
         self.home: Stream | None = None  # where it was allocated: what is freed goes back there
         self.aliases: tuple[Region, ...] = ()
@@ -46,10 +48,6 @@ class Region:
         self.used_by: frozenset[int] = (
             NO_LANES  # lanes that record_stream names: freed behind their work
         )
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.start
 
     @property
     def may_be_host(self) -> bool:
@@ -89,9 +87,15 @@ class Region:
         An older one that is in order, of the same bytes, goes: all that must come after it must
         come after ``access`` anyway, unless that only reads what it wrote.
         """
+        lane = access.on
+        if len(self.accesses) == 1:  # as of most memory, which one lane uses as a whole
+            (earlier,) = self.accesses
+            as_strict = access.writes or not earlier.writes
+            if as_strict and earlier.on is lane and earlier.place == access.place:
+                self.accesses = [access]
+                return []
         kept = []
         unordered = []
-        lane = access.on
         known = lane.clock
         for earlier in self.accesses:
             if earlier.on is lane or earlier.before(known):
@@ -114,16 +118,24 @@ class Memory:
         self.regions: dict[int, Region] = {}  # by the address of torch's object for a storage
         self.pages: dict[int, set[Region]] = {}
 
+    def known(self, storage: torch.UntypedStorage) -> Region | None:
+        """The region of ``storage``, unless it is new or has moved."""
+        region = self.regions.get(storage._cdata)
+        if region is None:
+            return None
+        if region.storage() is not storage:
+            self.forget(region)
+            return None
+        if region.start != storage.data_ptr():  # what it has left was given back then
+            self.storage_is_gone(region.storage)
+            return None
+        return region
+
     def region_of(self, storage: torch.UntypedStorage) -> Region:
         """The region of ``storage``, a new one if it is new or has moved."""
-        region = self.regions.get(storage._cdata)
+        region = self.known(storage)
         if region is not None:
-            if region.storage() is not storage:
-                self.forget(region)
-            elif region.start == storage.data_ptr():
-                return region
-            else:  # what it has left was given back then
-                self.storage_is_gone(region.storage)
+            return region
         region = Region(storage, self.storage_is_gone)
         for other in self.overlapping(region.start, region.end):
             region.aliases += (other,)

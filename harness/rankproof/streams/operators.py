@@ -3,17 +3,16 @@
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
-from typing import NamedTuple
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverloadPacket, _OpNamespace
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _OpNamespace
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankproof.imports import called_by_recipe
-from rankproof.streams.accesses import Access, place_of
-from rankproof.streams.lanes import Collective, HostThread, Stream
+from rankproof.streams.accesses import new_access
+from rankproof.streams.lanes import HostThread
 from rankproof.streams.lines import DISPATCHERS
 from rankproof.streams.memory import Region
 from rankproof.streams.places import copy_of, look_at
@@ -94,9 +93,21 @@ def allow_graph_breaks(recorder: Recorder) -> None:
 
     @wraps(plain_compile)
     def compile_in_parts(model=None, *, fullgraph=False, **options):
+        shield_from_dynamo(recorder)
         return plain_compile(model, **options)
 
     recorder.replace(torch, "compile", compile_in_parts)
+
+
+def shield_from_dynamo(recorder: Recorder) -> None:
+    """Have torch not compile the recorder inside of what it compiles.
+
+    The shield costs each operator three calls, so it is not there before it is needed.
+    """
+    if not recorder.is_shielded:
+        recorder.is_shielded = True
+        shielded = torch._disable_dynamo(OrderMode.__torch_dispatch__)
+        recorder.replace(OrderMode, "__torch_dispatch__", shielded)
 
 
 class Operator:
@@ -104,10 +115,13 @@ class Operator:
 
     def __init__(self, func: Callable) -> None:
         self.func = func  # kept: it is looked up by its address
+        self.call = func._op if type(func) is OpOverload else func  # what func itself calls
         self.is_higher_order = isinstance(func, HigherOrderOperator)
         if self.is_higher_order:  # it has no schema
             self.name = func.name()
+            self.resizes = False
             self.allocates = False
+            self.copies_each = False
             self.touches = True
             self.is_collective = False
             self.may_copy = False
@@ -115,7 +129,9 @@ class Operator:
             self.makes = True
             return
         self.name = func._schema.name.partition("::")[2]
+        self.resizes = self.name in RESIZES
         self.allocates = self.name.startswith(("empty", "new_empty"))
+        self.copies_each = self.name == "_foreach_copy_"
         self.touches = not func.is_view and self.name not in NO_ACCESS
         self.is_collective = func.namespace == "c10d"
         self.may_copy = self.name in COPIES
@@ -137,7 +153,7 @@ class Operator:
         positional = len(args)
         for index, name, writes in self.arguments:
             value = args[index] if index < positional else kwargs.get(name)
-            if name in AVERAGES and self.is_evaluation(args, kwargs):
+            if self.training is not None and name in AVERAGES and self.is_evaluation(args, kwargs):
                 writes = False
             if type(value) in PLAIN and value.layout is torch.strided:
                 found.append((value, writes))
@@ -188,6 +204,11 @@ class OrderMode(TorchDispatchMode):
         super().__init__()
         self.recorder = recorder
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not before the script compiles something: see ``shield_from_dynamo``."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         recorder = self.recorder
@@ -196,14 +217,14 @@ class OrderMode(TorchDispatchMode):
         if not PLAIN.issuperset(types):
             return NotImplemented
         operator = operator_of(func)
-        if operator.name in RESIZES and args[0].layout == torch.strided:
+        if operator.resizes and args[0].layout == torch.strided:
             with recorder.resizing(args[0].untyped_storage()):
                 return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if operator.name == "_foreach_copy_":
-            self.note_each_copy(args, kwargs)
-        elif operator.allocates:
+        result = operator.call(*args, **kwargs)
+        if operator.allocates:
             self.note_allocated(result)
+        elif operator.copies_each:
+            self.note_each_copy(args, kwargs)
         elif operator.touches:
             self.note(operator, args, kwargs, result)
         return result
@@ -227,15 +248,25 @@ class OrderMode(TorchDispatchMode):
         """Launch the operator on its lane, note what it touches, and let its caller wait for it."""
         recorder = self.recorder
         host = recorder.this_thread()
-        where = host.line()
+        line = host.line()
         name = operator.name
         given = operator.given(args, kwargs)
         copy = copy_of(name, args, kwargs) if operator.may_copy else None
         waits = copy is not None and copy.waits
         reads_value = operator.may_read_value and called_by_recipe(DISPATCHERS)
         with recorder.lock:
-            inputs = [(t, recorder.region_of(t), writes) for t, writes in given if is_seen(t)]
-            regions = [region for tensor, region, _ in inputs if tensor.dim()]
+            inputs = []
+            known = []
+            regions = []
+            for tensor, writes in given:
+                seen = recorder.seen(tensor)
+                if seen is None:
+                    continue
+                region, place = seen
+                inputs.append((tensor, region, place, writes))
+                known.append(region)
+                if tensor.dim():
+                    regions.append(region)
             places = look_at(regions, copy)
             is_transfer = copy is not None and places.are_both
             by_host = places.host and not is_transfer and not host.collective
@@ -250,55 +281,36 @@ class OrderMode(TorchDispatchMode):
                 lane = host
             else:
                 lane = host.current
-            if host.collective:
-                lane = host.collective.lane
-                name = host.collective.name
-                host.collective.blocks_host |= places.host
+            collective = host.collective
+            if collective:
+                lane = collective.lane
+                name = collective.name
+                collective.blocks_host |= places.host
             lane.launch(host)
+            time = lane.clock[lane.lane]
             brings = copy is not None and not waits and not places.host
             recorder.copies += brings or (is_transfer and not waits)
-            noted = Noted(name, where, lane, lane.clock[lane.lane], host.collective, brings)
-            for tensor, region, writes in inputs:
+            for tensor, region, place, writes in inputs:
                 if by_host and is_hosts_value(recorder, tensor, region):
                     continue
-                if operator.is_collective and host.collective:
-                    writes = writes and not host.collective.only_reads
-                recorder.touch(region, noted.access(tensor, writes))
-            known = [region for _, region, _ in inputs]
-            for tensor, region in self.new_in(result, known) if operator.makes else ():
+                if operator.is_collective and collective:
+                    writes = writes and not collective.only_reads
+                arrives = brings and writes
+                fields = (name, writes, line, lane, time, place, collective, arrives)
+                recorder.touch(region, new_access(fields))
+            for tensor in plain_tensors_in(result) if operator.makes else ():
+                seen = recorder.seen(tensor)
+                if seen is None or seen[0] in known:
+                    continue
+                region, place = seen
                 recorder.allocated(region, lane)
-                recorder.touch(region, noted.access(tensor, True))
+                fields = (name, True, line, lane, time, place, collective, brings)
+                recorder.touch(region, new_access(fields))
                 region.on_host |= by_host
                 if copy is None and regions:
                     region.made_by_host |= all(given.may_be_host for given in regions)
             if reads_value or leads_home or (waits and is_in_staging()):
                 host.learn(lane.clock)
-
-    def new_in(self, result: object, known: list[Region]) -> Iterator[tuple[torch.Tensor, Region]]:
-        """What an operator returns and was not given, with its memory."""
-        for tensor in plain_tensors_in(result):
-            if is_seen(tensor):
-                region = self.recorder.region_of(tensor)
-                if region not in known:
-                    yield tensor, region
-
-
-class Noted(NamedTuple):
-    """An operator as it is noted: which, where, and by whom."""
-
-    name: str
-    where: str
-    lane: Stream
-    time: int
-    collective: Collective | None
-    brings: bool  # to the host, what nobody has waited for
-
-    def access(self, tensor: torch.Tensor, writes: bool) -> Access:
-        """Its read or write of ``tensor``."""
-        arrives = self.brings and writes
-        place = place_of(tensor)
-        name, where, lane, time, collective, _ = self
-        return Access(name, writes, where, lane, time, place, collective, arrives)
 
 
 def is_hosts_value(recorder: Recorder, tensor: torch.Tensor, region: Region) -> bool:

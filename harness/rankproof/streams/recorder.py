@@ -13,8 +13,9 @@ import torch
 
 from rankproof.imports import around
 from rankproof.protocol import OrderRecord
-from rankproof.streams.accesses import Access, Conflict, conflict_of, place_of
+from rankproof.streams.accesses import Access, Conflict, Place, conflict_of, place_of
 from rankproof.streams.lanes import RECORDERS, Clock, Collective, HostThread, Stream, join
+from rankproof.streams.lines import Line
 from rankproof.streams.memory import Memory, Region
 
 MOST_CONFLICTS = 20
@@ -26,10 +27,10 @@ def is_seen(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() > 0
 
 
-def resize_of(region: Region, nbytes: int, lane: Stream, where: str) -> Access:
+def resize_of(region: Region, nbytes: int, lane: Stream, line: Line) -> Access:
     """The write of the first ``nbytes`` of ``region`` by ``resize_``."""
     place = (region.start, ((0, nbytes),))
-    return Access("resize_", True, where, lane, lane.clock[lane.lane], place)
+    return Access("resize_", True, line, lane, lane.clock[lane.lane], place)
 
 
 def call_as_found(owner: Any, name: str) -> None:
@@ -50,6 +51,7 @@ class Recorder:
         self.lock = threading.RLock()
         self.makes_operator = threading.RLock()
         self.is_forked = False
+        self.is_shielded = False
         self.lanes = itertools.count(1)
         self.memory = Memory(when_freed=self.free)
         self.threads = threading.local()
@@ -106,7 +108,7 @@ class Recorder:
         tensor: torch.Tensor,
         writes: bool,
         on: Stream,
-        where: str,
+        line: Line,
         collective: Collective | None = None,
         arrives: bool = False,
     ) -> None:
@@ -116,7 +118,7 @@ class Recorder:
         with self.lock:
             time = on.clock[on.lane]
             place = place_of(tensor)
-            access = Access(operator, writes, where, on, time, place, collective, arrives)
+            access = Access(operator, writes, line, on, time, place, collective, arrives)
             self.touch(self.region_of(tensor), access)
 
     def touch(self, region: Region, access: Access) -> None:
@@ -130,12 +132,12 @@ class Recorder:
                     if not earlier.before(access.on.clock):
                         self.compare(earlier, access)
 
-    def read_at(self, operator: str, start: int, nbytes: int, on: Stream, where: str) -> None:
+    def read_at(self, operator: str, start: int, nbytes: int, on: Stream, line: Line) -> None:
         """Note that ``operator`` reads memory by its address, whichever tensors lie there."""
         end = start + nbytes
         with self.lock:
             place = (start, ((0, nbytes),))
-            access = Access(operator, False, where, on, on.clock[on.lane], place)
+            access = Access(operator, False, line, on, on.clock[on.lane], place)
             for region in self.memory.overlapping(start, end):
                 self.count += 1
                 for earlier in region.add(access):
@@ -156,6 +158,21 @@ class Recorder:
     def region_of(self, tensor: torch.Tensor) -> Region:
         return self.memory.region_of(tensor.untyped_storage())
 
+    def seen(self, tensor: torch.Tensor) -> tuple[Region, Place] | None:
+        """The memory of a strided ``tensor`` and which bytes of it; None if it has none here."""
+        nbytes = tensor.nbytes
+        if not nbytes:
+            return None
+        storage = tensor.untyped_storage()
+        region = self.memory.known(storage)
+        if region is None:
+            if not tensor.is_cpu:
+                return None
+            region = self.memory.region_of(storage)
+        if nbytes == region.nbytes and tensor.is_contiguous():
+            return region, region.whole
+        return region, place_of(tensor)
+
     def is_read_by_host(self, tensor: torch.Tensor) -> bool:
         """Whether Python reads ``tensor`` as it is by now: a device's it would wait for.
 
@@ -175,10 +192,10 @@ class Recorder:
         """
         with self.lock:
             region.home = on
-            pending = self.freed.get((on.lane, region.nbytes))
+            pending = self.freed.get((on.lane, region.nbytes)) if self.freed else None
             if pending:
-                whole = (region.start, ((0, region.nbytes),))
-                region.accesses += [access._replace(place=whole) for access in pending.pop()]
+                for access in pending.pop():
+                    region.accesses.append(access._replace(place=region.whole))
 
     @contextlib.contextmanager
     def resizing(self, storage: torch.UntypedStorage) -> Iterator[None]:
