@@ -181,6 +181,8 @@ class Memory:
         if self.regions.get(region.key) is region:
             del self.regions[region.key]
         for page in region.pages():
-            self.pages.get(page, set()).discard(region)
+            residents = self.pages.get(page)
+            if residents is not None:
+                residents.discard(region)
         for other in region.aliases:
             other.aliases = tuple(alias for alias in other.aliases if alias is not region)

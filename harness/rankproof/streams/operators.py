@@ -50,10 +50,11 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 def stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """``tensor``, or the parts of a sparse one; nothing of one whose memory has no address."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
-    has_storage = tensor.layout in (torch.strided, torch.jagged)
-    return (tensor,) if has_storage else ()
+    return (tensor,) if tensor.layout == torch.jagged else ()
 
 
 def plain_tensors_in(value: object) -> list[torch.Tensor]:
@@ -157,6 +158,8 @@ class Operator:
                 writes = False
             if type(value) in PLAIN and value.layout is torch.strided:
                 found.append((value, writes))
+            elif type(value) is list and PLAIN.issuperset(map(type, value)):
+                found += [(tensor, writes) for item in value for tensor in stored_parts(item)]
             elif value is not None:
                 found += [(tensor, writes) for tensor in tensors_in(value)]
         return found
@@ -307,8 +310,8 @@ class OrderMode(TorchDispatchMode):
                 fields = (name, True, line, lane, time, place, collective, brings)
                 recorder.touch(region, new_access(fields))
                 region.on_host |= by_host
-                if copy is None and regions:
-                    region.made_by_host |= all(given.may_be_host for given in regions)
+                if copy is None and regions and not places.device:
+                    region.made_by_host = True
             if reads_value or leads_home or (waits and is_in_staging()):
                 host.learn(lane.clock)
 

@@ -188,14 +188,13 @@ class Recorder:
 
         A caching allocator gives a freed block to the next of its size on the same stream, whoever
         else still uses it. Addresses here are another matter, so the accesses that were pending
-        when a block was freed are handed to the next block of its size.
+        when a block was freed are handed to the next block of its size. The caller has the lock.
         """
-        with self.lock:
-            region.home = on
-            pending = self.freed.get((on.lane, region.nbytes)) if self.freed else None
-            if pending:
-                for access in pending.pop():
-                    region.accesses.append(access._replace(place=region.whole))
+        region.home = on
+        pending = self.freed.get((on.lane, region.nbytes)) if self.freed else None
+        if pending:
+            for access in pending.pop():
+                region.accesses.append(access._replace(place=region.whole))
 
     @contextlib.contextmanager
     def resizing(self, storage: torch.UntypedStorage) -> Iterator[None]:
@@ -235,7 +234,10 @@ class Recorder:
         home = region.home
         if self not in RECORDERS or home is None or isinstance(home, HostThread) or region.on_host:
             return
-        if all(access.on is home for access in region.accesses):
+        for access in region.accesses:
+            if access.on is not home:
+                break
+        else:
             return
         with self.lock:
             known = dict(home.clock)
