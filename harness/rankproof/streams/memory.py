@@ -28,8 +28,8 @@ class StorageRef(weakref.ref):
 class Region:
     """The memory of one storage, as long as it stays where it is, and who touched it last."""
 
-    __slots__ = ("storage", "key", "start", "end", "nbytes", "whole", "accesses", "home", "aliases")
-    __slots__ += ("used_by", "on_host", "is_presumed", "made_by_host")
+    __slots__ = ("storage", "key", "start", "end", "nbytes", "pages", "whole", "accesses", "home")
+    __slots__ += ("aliases", "used_by", "on_host", "is_presumed", "made_by_host")
 
     def __init__(self, storage: torch.UntypedStorage, when_gone: Callable) -> None:
         self.storage = StorageRef(storage, when_gone)
@@ -38,6 +38,7 @@ class Region:
         self.start = storage.data_ptr()
         self.nbytes = storage.nbytes()
         self.end = self.start + self.nbytes
+        self.pages = pages_of(self.start, self.end)
         self.whole: Place = (self.start, ((0, self.nbytes),))
         self.accesses: list[Access] = []
         self.home: Stream | None = None  # where it was allocated: what is freed goes back there
@@ -77,9 +78,6 @@ class Region:
     def alive(self) -> bool:
         storage = self.storage()
         return storage is not None and storage.data_ptr() == self.start
-
-    def pages(self) -> range:
-        return pages_of(self.start, self.end)
 
     def add(self, access: Access) -> list[Access]:
         """Keep ``access``, which begins now; returns those before it that nothing orders with it.
@@ -137,11 +135,11 @@ class Memory:
         if region is not None:
             return region
         region = Region(storage, self.storage_is_gone)
-        for other in self.overlapping(region.start, region.end):
+        for other in self.overlapping(region.start, region.end, region.pages):
             region.aliases += (other,)
             other.aliases += (region,)
         self.regions[region.key] = region
-        for page in region.pages():
+        for page in region.pages:
             residents = self.pages.get(page)
             if residents is None:
                 self.pages[page] = {region}
@@ -156,13 +154,18 @@ class Memory:
             self.when_freed(region)
             self.forget(region)
 
-    def overlapping(self, start: int, end: int) -> list[Region]:
+    def overlapping(self, start: int, end: int, pages: range) -> list[Region]:
         """The living regions that share an address with ``start`` to before ``end``."""
         found = []
-        for page in pages_of(start, end):
-            for region in tuple(self.pages.get(page, ())):  # one may go meanwhile
+        for page in pages:
+            residents = self.pages.get(page)
+            if not residents:
+                continue
+            for region in tuple(residents):  # one may go meanwhile
                 if region.start < end and start < region.end and region not in found:
                     found.append(region)
+        if not found:
+            return found
         living = []
         for region in found:
             if region.alive():
@@ -180,7 +183,7 @@ class Memory:
     def forget(self, region: Region) -> None:
         if self.regions.get(region.key) is region:
             del self.regions[region.key]
-        for page in region.pages():
+        for page in region.pages:
             residents = self.pages.get(page)
             if residents is not None:
                 residents.discard(region)

@@ -16,7 +16,7 @@ from rankproof.protocol import OrderRecord
 from rankproof.streams.accesses import Access, Conflict, Place, conflict_of, place_of
 from rankproof.streams.lanes import RECORDERS, Clock, Collective, HostThread, Stream, join
 from rankproof.streams.lines import Line
-from rankproof.streams.memory import Memory, Region
+from rankproof.streams.memory import Memory, Region, pages_of
 
 MOST_CONFLICTS = 20
 FREED = ", memory freed since"  # told of an operator
@@ -138,7 +138,7 @@ class Recorder:
         with self.lock:
             place = (start, ((0, nbytes),))
             access = Access(operator, False, line, on, on.clock[on.lane], place)
-            for region in self.memory.overlapping(start, end):
+            for region in self.memory.overlapping(start, end, pages_of(start, end)):
                 self.count += 1
                 for earlier in region.add(access):
                     self.compare(earlier, access)
