@@ -64,13 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # By file and name: they start processes, or need the pages or a server.
 SLOW = frozenset((TESTS / "slow.txt").read_text().split())
-PROOF = "tests/test_recipes.py::test_recipe_proves_its_claim"
 
 
 def is_fast(item: pytest.Item) -> bool:
     """Whether ``make check`` runs it; of each recipe's proof, the run at two ranks."""
     test = item.nodeid.partition("[")[0]
-    if test == PROOF:
+    if test == "tests/test_recipes.py::test_recipe_proves_its_claim":
         return item.callspec.params["ranks"] == max(2, item.callspec.params["recipe"].min_ranks)
     return test not in SLOW
 

@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -49,18 +48,6 @@ def test_a_use_before_wait_names_the_collective_and_both_lines(recorder):
     assert recorder.report().conflicts == []
 
 
-def all_reduce(tensor: torch.Tensor) -> dist.Work:
-    return dist.all_reduce(tensor, async_op=True)
-
-
-def all_gather(tensor: torch.Tensor) -> dist.Work:
-    return dist.all_gather([torch.empty(8)], tensor, async_op=True)
-
-
-def reduce_scatter_tensor(tensor: torch.Tensor) -> dist.Work:
-    return dist.reduce_scatter_tensor(torch.empty(8), tensor, async_op=True)
-
-
 def coalesced(tensor: torch.Tensor) -> dist.Work:
     with dist._coalescing_manager(async_ops=True) as manager:
         dist.all_reduce(tensor)
@@ -68,11 +55,13 @@ def coalesced(tensor: torch.Tensor) -> dist.Work:
     return manager
 
 
-def broadcast(tensor: torch.Tensor) -> dist.Work:
-    return dist.broadcast(tensor, src=0, async_op=True)
-
-
-ISSUES = [all_reduce, all_gather, reduce_scatter_tensor, coalesced, broadcast]
+ISSUES = {
+    "all_reduce": lambda tensor: dist.all_reduce(tensor, async_op=True),
+    "all_gather": lambda tensor: dist.all_gather([torch.empty(8)], tensor, async_op=True),
+    "scatter": lambda x: dist.reduce_scatter_tensor(torch.empty(8), x, async_op=True),
+    "broadcast": lambda tensor: dist.broadcast(tensor, src=0, async_op=True),
+    "coalesced": coalesced,
+}
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -80,7 +69,7 @@ ISSUES = [all_reduce, all_gather, reduce_scatter_tensor, coalesced, broadcast]
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_each_collective_holds_its_tensors_until_wait(recorder, issue, waits):
     tensor = torch.ones(8)
-    work = issue(tensor)
+    work = ISSUES[issue](tensor)
     if waits:
         work.wait()
     use(tensor)
@@ -96,34 +85,13 @@ def test_what_is_gathered_is_not_read_before_wait(recorder):
     assert [conflict.later.operator for conflict in recorder.conflicts] == ["tolist"]
 
 
-@pytest.mark.parametrize("issue", [all_gather, broadcast])
+@pytest.mark.parametrize("issue", ["all_gather", "broadcast"])
 def test_what_is_only_sent_may_be_read(recorder, issue):
     tensor = torch.ones(8)
-    work = issue(tensor)
+    work = ISSUES[issue](tensor)
     tensor.sum()
     work.wait()
     assert recorder.conflicts == []
-
-
-def by_future(work: dist.Work) -> None:
-    work.get_future().wait()
-
-
-def by_a_future_of_that(work: dist.Work) -> None:
-    work.get_future().then(lambda future: use(future.value()[0])).wait()
-
-
-def by_collect_all(work: dist.Work) -> None:
-    torch.futures.collect_all([work.get_future()]).wait()
-
-
-def by_asking(work: dist.Work) -> None:
-    while not work.is_completed():
-        pass
-
-
-def by_a_barrier(work: dist.Work) -> None:
-    dist.barrier()
 
 
 def by_a_thread_that_is_joined(work: dist.Work) -> None:
@@ -137,13 +105,18 @@ def by_an_executor(work: dist.Work) -> None:
         pool.submit(work.wait).result()
 
 
-WAYS = [
-    *(by_future, by_a_future_of_that, by_collect_all, by_asking, by_a_barrier),
-    *(by_a_thread_that_is_joined, by_an_executor),
-]
+WAYS = {
+    "future": lambda work: work.get_future().wait(),
+    "next": lambda work: work.get_future().then(lambda done: use(done.value()[0])).wait(),
+    "collect_all": lambda work: torch.futures.collect_all([work.get_future()]).wait(),
+    "asking": lambda work: list(iter(work.is_completed, True)),
+    "barrier": lambda work: dist.barrier(),
+    "thread": by_a_thread_that_is_joined,
+    "executor": by_an_executor,
+}
 
 
-@pytest.mark.parametrize("wait", WAYS)
+@pytest.mark.parametrize("wait", WAYS.values(), ids=WAYS.keys())
 def test_whoever_waits_in_another_way_may_use_it(recorder, wait):
     tensor = torch.ones(8)
     work = dist.all_reduce(tensor, async_op=True)
@@ -180,7 +153,6 @@ def test_training_with_ddp_has_no_conflict(recorder, views):
 
 
 def train_with_fsdp2(**settings) -> torch.nn.Linear:
-    """Returns a layer that has its gradients."""
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
     for layer in model:
         fully_shard(layer, **settings)
@@ -213,18 +185,15 @@ def test_hsdps_gradients_race_home_where_they_are_copied_and_let_go_of(
             return torch.zeros(tensor.shape).copy_(tensor, non_blocking=True)
         return to(tensor, *args, **kwargs)
 
-    def let_go(_: torch.Tensor, event: object) -> NamedTuple:
-        return state(None, event)
-
     monkeypatch.setattr(torch.Tensor, "to", brought)
     if lets_go:
-        monkeypatch.setattr(_fsdp_param_group, "AllReduceState", let_go)
+        monkeypatch.setattr(_fsdp_param_group, "AllReduceState", lambda _, e: state(None, e))
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     layer = train_with_fsdp2(mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     weight, bias = (p.grad.to_local().untyped_storage() for p in (layer.weight, layer.bias))
     assert (weight.data_ptr() == bias.data_ptr()) is not copies
-    assert any("memory freed since" in str(c) for c in recorder.conflicts) is (copies and lets_go)
-    assert bool(recorder.conflicts) is (copies and lets_go)
+    said = "; ".join(map(str, recorder.conflicts))
+    assert ("memory freed since" in said) is bool(said) is (copies and lets_go)
 
 
 def test_a_future_that_is_set_carries_what_its_stream_has_queued(recorder):

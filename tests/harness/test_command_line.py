@@ -1,46 +1,44 @@
 """The command line and ``run``: what they are asked, what they refuse, and what they tell."""
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from selection import REPO
-from written_recipes import write
+from written_recipes import command, write
 
-from rankproof.__main__ import main
-from rankproof.recipe import RecipeError, Settings
-from rankproof.report import reproduce
+from rankproof.recipe import Control, Recipe, RecipeError, Settings
+from rankproof.run import Options
 
 
 def test_a_recipe_gets_its_own_arguments_and_so_does_the_command_that_runs_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     path = write(tmp_path, "fails.py", "import sys\nraise ValueError(sys.argv[1:])\n")
-    command = ["harness", "run", str(path), "--ranks", "1", "--launcher", "warm"]
-    monkeypatch.setattr(sys, "argv", [*command, "--", "--layers", "4"])
-    assert main() == 1
+    kept = tmp_path / "kept"
+    options = ("run", path, "--ranks", 1, "--launcher", "warm", "--keep", kept)
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    assert command(monkeypatch, *options, "--", "--layers", "4") == 1
     printed = capsys.readouterr().out
+    assert "ValueError: [" in (kept / "ranks" / "rank0.out").read_text()
     assert "ValueError: ['--layers', '4']" in printed
-    assert printed.rstrip().endswith("--ranks 1 --launcher warm -- --layers 4")
+    assert "--ranks 1 --launcher warm -- --layers 4\n::error file=" in printed
 
 
 def test_the_command_that_runs_it_again_is_complete(tmp_path) -> None:
     path = tmp_path / "a recipe.py"
-    command = reproduce(path, ("a b",), ranks=2, control=None, gate="hold_write", order=True)
-    end = f"run '{path}' --ranks 2 --gate hold_write --order -- 'a b'"
-    assert command.endswith(end)
-    command = reproduce(path, (), ranks=2, control="n", gate="queue_work", order=False)
-    assert command.endswith("--ranks 2 --control n --gate queue_work")
-    folders = (Path("a b"), Path("/data"))
-    command = reproduce(path, (), ranks=2, allow=folders, off=("left_thread",), deadline="5")
-    assert command.endswith("--ranks 2 --allow 'a b' --allow /data --off left_thread --deadline 5")
+
+    def ends(end: str, **options) -> bool:
+        said = Options("auto", **options).command(Recipe(path), 2)
+        return said.endswith(f"run '{path}' --ranks 2 {end}")
+
+    assert ends("--gate hold_write --order -- 'a b'", args=("a b",), gate="hold_write", order=True)
+    assert ends("--control n", control=Control("n", "s", "a", "b", {}), order=True)
+    more = {"through": (Path("a b"), Path("/data")), "off": ("left_thread",), "deadline_s": 5}
+    end = "--deadline 5 --cwd /x --allow 'a b' --allow /data --off left_thread"
+    assert ends(end, cwd=Path("/x"), **more)
 
 
 def test_a_kind_that_is_turned_off_is_a_note_by_the_command_and_by_the_settings(
@@ -56,38 +54,6 @@ def test_a_kind_that_is_turned_off_is_a_note_by_the_command_and_by_the_settings(
     write(tmp_path, "rankproof.toml", 'off = ["checkpoint_wrong"]')
     assert command(monkeypatch, *run_it) == 2
     assert "--off checkpoint_wrong: only child_died, " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("launcher", ["warm", "torchrun"])
-def test_the_command_ended_by_sigterm_leaves_no_directory_and_no_traceback(
-    tmp_path, launcher: str
-) -> None:
-    tmp, began = tmp_path / "tmp", tmp_path / "began"
-    tmp.mkdir()
-    began.mkdir()
-    text = f"""
-        import pathlib, threading
-        pathlib.Path({str(began)!r}, "rank").touch()
-        threading.Event().wait()
-        """
-    script = write(tmp_path, "waits.py", text)
-    options = ["run", script, "--ranks", "1", "--launcher", launcher, "--allow", began]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "harness", *options],
-        cwd=REPO,
-        env=os.environ | {"TMPDIR": str(tmp)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    until = time.monotonic() + 60
-    while not any(began.iterdir()) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert any(began.iterdir())
-    process.terminate()
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in said, said
-    assert list(tmp.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -115,14 +81,6 @@ def test_a_bad_option_is_refused_before_anything_runs(
     told = capsys.readouterr()
     assert message in told.err and told.out == ""
     assert not ran.exists()
-
-
-def command(monkeypatch, *options: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["rankproof", *map(str, options)])
-    try:
-        return main()
-    except SystemExit as ended:
-        return ended.code
 
 
 def test_a_folder_is_judged_as_its_settings_say(tmp_path, monkeypatch, capsys) -> None:
@@ -207,26 +165,3 @@ def test_ranks_of_a_folder_that_are_no_numbers_are_refused(tmp_path, ranks: str)
     write(tmp_path, "rankproof.toml", f"ranks = {ranks}\n")
     with pytest.raises(RecipeError, match="ranks .*: give a list of numbers of 1 or more"):
         Settings.of(tmp_path)
-
-
-def test_github_gets_each_failure_at_its_line(tmp_path, monkeypatch, capsys) -> None:
-    text = """
-        def loss():
-            raise ValueError("the loss, of step 1: 100% wrong")
-
-        loss()
-    """
-    script = write(tmp_path, "train.py", text)
-    monkeypatch.chdir(tmp_path)
-    run_it = ("run", script, "--ranks", 1, "--launcher", "warm")
-    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
-    command(monkeypatch, *run_it)
-    assert "::error" not in capsys.readouterr().out
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path.parent))
-    command(monkeypatch, *run_it)
-    line = 1 + script.read_text().splitlines().index(
-        '    raise ValueError("the loss, of step 1: 100% wrong")'
-    )
-    wanted = f"::error file={tmp_path.name}/train.py,line={line},title=raised on 1 rank::ValueError"
-    assert wanted + ": the loss, of step 1: 100%25 wrong" in capsys.readouterr().out

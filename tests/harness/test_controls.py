@@ -2,7 +2,7 @@
 
 import pytest
 from selection import REPO
-from written_recipes import CONTROL, write
+from written_recipes import CONTROL, command, write
 
 from rankproof.judge import Failure
 from rankproof.recipe import Control, RecipeError, load_controls, load_recipe
@@ -56,14 +56,17 @@ PROVES = """
         ("x = 1", "no failure is one that the control names"),
     ],
 )
-def test_a_control_is_caught_by_the_failure_that_it_names_alone(tmp_path, replace, missed) -> None:
+def test_a_control_is_caught_by_the_failure_that_it_names_alone(
+    tmp_path, monkeypatch, capsys, replace, missed
+) -> None:
     """An undefined name, a missing import or a slip in another function is no proof."""
-    write(tmp_path, "r.toml", CONTROL.replace("x = 2", replace))
-    recipe = load_recipe(write(tmp_path, "r.py", PROVES), tmp_path)
-    control = recipe.control("n")
-    report = run(recipe.path, 1, launcher="warm", control=control)
-    said = control.missed(report.failures)
-    assert said.startswith(missed) and bool(said) is bool(missed), report.describe()
+    write(tmp_path, "rankproof.toml", 'controls = "."')
+    write(tmp_path, "r.toml", CONTROL.replace("x = 2", replace) + "    ranks = 1\n")
+    script = write(tmp_path, "r.py", PROVES)
+    status = command(monkeypatch, "run", script, "--control", "n", "--launcher", "warm")
+    told = capsys.readouterr().out
+    assert "r on 1 rank: " in told and status == bool(missed), told
+    assert f"control 'n': {'NOT caught: ' + missed if missed else 'caught'}" in told
 
 
 def test_a_slip_beside_the_named_failure_is_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.jit._builtins import _find_builtin
 
 from rankproof import streams
 
@@ -147,3 +148,10 @@ def test_a_thread_that_saves_what_goes_on_to_change_is_found(recorder, tmp_path,
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     assert recorder.conflicts
+
+
+def test_torchscript_forgets_what_stood_in_for_its_operators():
+    with streams.recording():
+        stand_in = torch.zeros
+        assert _find_builtin(stand_in) == "aten::zeros"
+    assert _find_builtin(stand_in) is None

@@ -1,12 +1,10 @@
 """``rankproof run -m package.module``: as ``python -m`` and ``torchrun -m`` find and start it."""
 
-import sys
 from pathlib import Path
 
 import pytest
-from written_recipes import write
+from written_recipes import command, write
 
-from rankproof.__main__ import main
 from rankproof.run import run
 
 STARTS_BY_RELATIVE_IMPORT = """
@@ -31,15 +29,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["rankproof", "run", *arguments])
-    return main()
-
-
 @pytest.mark.parametrize("launcher", ["warm", "torchrun"])
 def test_a_module_is_run_within_its_package(project, monkeypatch, capsys, launcher) -> None:
     options = ("--ranks", "1", "--launcher", launcher)
-    assert command(monkeypatch, "-m", "package.train", *options, "--", "3") == 0
+    assert command(monkeypatch, "run", "-m", "package.train", *options, "--", "3") == 0
     assert "package.train on 1 rank: ran" in capsys.readouterr().out
 
 

@@ -56,13 +56,6 @@ def recipe_of(project: Path):
     return Settings.of(script).load(script)
 
 
-def edit(project: Path, name: str, old: str, new: str) -> None:
-    file = project / name
-    text = file.read_text()
-    assert text.count(old) == 1
-    file.write_text(text.replace(old, new))
-
-
 def test_dotted_and_relative_imports_are_followed_and_named(project: Path) -> None:
     """A package that is only passed through counts without what it imports."""
     assert list(recipe_of(project).sources.files) == [

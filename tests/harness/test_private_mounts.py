@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from selection import REPO
 
-HARNESS = REPO / "harness"
 ENTER = """
     import os, sys
     from unittest import mock
@@ -42,6 +41,6 @@ def test_a_step_that_is_refused_has_changed_nothing(step: str, tmp_path: Path) -
     """As on Ubuntu from 23.10 on: a namespace of users is made, and what it is for is refused."""
     script = textwrap.dedent(ENTER).format(refusal=REFUSALS[step])
     command = [sys.executable, "-c", script, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(HARNESS)}
+    environment = os.environ | {"PYTHONPATH": str(REPO / "harness")}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

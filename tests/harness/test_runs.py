@@ -1,6 +1,7 @@
 """A run of a recipe: its processes, threads, environment and files, and that nothing is left."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,7 +29,8 @@ def test_a_bad_recipe_is_reported_under_torchrun_and_nothing_of_it_is_left(name:
     assert is_right(report, case), report.describe()
     left = harness_processes()
     assert all("rankproof.server" in line for line in left), left
-    assert len(left) == len(living_servers()), "a leader is a fork of its server"
+    living = [server for server in servers.by_modules.values() if server.process.poll() is None]
+    assert len(left) == len(living), "a leader is a fork of its server"
     described = report.describe()
     for wanted in (f"{name} on 2 ranks: FAILED", "rank 0, last lines", "rank 1, last lines"):
         assert wanted in described
@@ -36,10 +38,6 @@ def test_a_bad_recipe_is_reported_under_torchrun_and_nothing_of_it_is_left(name:
     if name == "hangs":
         assert described.count("stacks at the deadline") == 2
         assert "in wait_for_a_message" in described
-
-
-def living_servers() -> list:
-    return [s for s in servers.by_modules.values() if s.process.poll() is None]
 
 
 @pytest.mark.parametrize(
@@ -55,41 +53,41 @@ def test_os_exit_is_the_end_by_the_last_line_alone(tmp_path, text: str, kinds: s
     assert report.kinds == kinds, report.describe()
 
 
-def test_the_ranks_die_with_the_process_that_runs_them_and_nothing_is_left(tmp_path) -> None:
-    """SIGKILL of the supervisor, under either launcher, ends every rank and every directory."""
-    tmp = tmp_path / "tmp"
+@pytest.mark.parametrize("launcher", ["warm", "torchrun"])
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_command_that_is_ended_leaves_no_rank_and_no_directory(tmp_path, launcher, end) -> None:
+    """By SIGTERM, it takes them down itself, and without a traceback."""
+    tmp, pids = tmp_path / "tmp", tmp_path / "pids"
     tmp.mkdir()
-    for launcher in ("warm", "torchrun"):
-        pids = tmp_path / launcher
-        pids.mkdir()
-        recipe = write(
-            tmp_path,
-            f"waits_{launcher}.py",
-            f"""
-            import os, pathlib, threading
-            (pathlib.Path({str(pids)!r}) / str(os.getpid())).touch()
-            threading.Event().wait()
-            """,
-        )
-        code = (
-            "import harness; from rankproof.run import run; "
-            f"run({str(recipe)!r}, 2, launcher={launcher!r}, through=[{str(pids)!r}])"
-        )
-        env = os.environ | {"TMPDIR": str(tmp)}
-        supervisor = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, env=env)
-        until = time.monotonic() + 300
-        while len(list(pids.iterdir())) < 2 and time.monotonic() < until:
-            time.sleep(0.05)
-        ranks = [int(path.name) for path in pids.iterdir()]
-        assert len(ranks) == 2
-        supervisor.kill()
-        supervisor.wait()
-        while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks), launcher
-        while any(tmp.iterdir()) and time.monotonic() < until:
-            time.sleep(0.05)
-        assert list(tmp.iterdir()) == [], launcher
+    pids.mkdir()
+    text = f"""
+        import os, pathlib, threading
+        pathlib.Path({str(pids)!r}, str(os.getpid())).touch()
+        threading.Event().wait()
+    """
+    script = write(tmp_path, "waits.py", text)
+    options = ["run", script, "--ranks", "2", "--launcher", launcher, "--allow", pids]
+    ended = subprocess.Popen(
+        [sys.executable, "-m", "harness", *options],
+        cwd=REPO,
+        env=os.environ | {"TMPDIR": str(tmp)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 300
+    while len(list(pids.iterdir())) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    ranks = [Path("/proc", path.name) for path in pids.iterdir()]
+    assert len(ranks) == 2
+    ended.send_signal(end)
+    if end == signal.SIGTERM:
+        said = ended.communicate(timeout=60)[1]
+        assert (ended.returncode, "Traceback" in said) == (128 + end, False), said
+        assert list(tmp.iterdir()) == []
+    ended.wait()
+    while (any(map(Path.exists, ranks)) or any(tmp.iterdir())) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(Path.exists, ranks)) and list(tmp.iterdir()) == []
 
 
 def test_the_claims_of_a_recipe_are_checked_whatever_the_caller_optimises(

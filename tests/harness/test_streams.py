@@ -32,45 +32,37 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2
 
 
-def on_other_stream(tensor: torch.Tensor, ordered_by: str | None) -> None:
+ORDERS = {
+    "wait_event": lambda other, event, _: other.wait_event(event),
+    "event.wait": lambda other, event, _: event.wait(other),
+    "wait_stream": lambda other, *_: other.wait_stream(torch.cpu.current_stream()),
+    "record_event": lambda other, *_: other.wait_event(torch.cpu.current_stream().record_event()),
+    "event.synchronize": lambda _, event, __: event.synchronize(),
+    "stream.synchronize": lambda *_: torch.cpu.current_stream().synchronize(),
+    "synchronize": lambda *_: torch.cpu.synchronize(),
+    "item": lambda _, __, tensor: tensor[0].item(),
+    "nothing": lambda *_: None,
+}
+
+
+def on_other_stream(ordered_by: str) -> None:
     """Write on the default stream, then read on another one."""
-    other, event = torch.cpu.Stream(), torch.cpu.Event()
+    tensor, other, event = torch.zeros(8), torch.cpu.Stream(), torch.cpu.Event()
     write(tensor)
     event.record()
-    if ordered_by == "wait_event":
-        other.wait_event(event)
-    elif ordered_by == "event.wait":
-        event.wait(other)
-    elif ordered_by == "wait_stream":
-        other.wait_stream(torch.cpu.current_stream())
-    elif ordered_by == "record_event":
-        other.wait_event(torch.cpu.current_stream().record_event())
-    elif ordered_by == "event.synchronize":
-        event.synchronize()
-    elif ordered_by == "stream.synchronize":
-        torch.cpu.current_stream().synchronize()
-    elif ordered_by == "synchronize":
-        torch.cpu.synchronize()
-    elif ordered_by == "item":
-        tensor[0].item()
+    ORDERS[ordered_by](other, event, tensor)
     with torch.cpu.stream(other):
         read(tensor)
 
 
-ORDERS = [
-    *("wait_event", "event.wait", "wait_stream", "record_event"),
-    *("event.synchronize", "stream.synchronize", "synchronize", "item"),
-]
-
-
-@pytest.mark.parametrize("ordered_by", ORDERS)
+@pytest.mark.parametrize("ordered_by", sorted(ORDERS.keys() - {"nothing"}))
 def test_an_ordered_read_is_no_conflict(recorder, ordered_by):
-    on_other_stream(torch.zeros(8), ordered_by)
+    on_other_stream(ordered_by)
     assert recorder.conflicts == []
 
 
 def test_an_unordered_read_is_a_conflict_that_names_both_lines(recorder):
-    on_other_stream(torch.zeros(8), None)
+    on_other_stream("nothing")
     (conflict,) = recorder.conflicts
     assert (conflict.earlier.operator, conflict.earlier.writes) == ("add_", True)
     assert (conflict.later.operator, conflict.later.writes) == ("mul", False)
@@ -142,18 +134,11 @@ def copy_out_and_in(steps: set[str]) -> None:
 ALL_WAITS = {"device", "host, before it reads", "host, before it writes"}
 
 
-@pytest.mark.parametrize(
-    "steps", [ALL_WAITS, {"device", "blocking copies"}], ids=["events", "blocking"]
-)
-def test_work_of_the_host_in_host_memory_is_complete_when_it_returns(recorder, steps):
-    copy_out_and_in(steps)
-    assert recorder.conflicts == []
-
-
-@pytest.mark.parametrize("missing", sorted(ALL_WAITS))
-def test_the_host_must_wait_for_transfers(recorder, missing):
-    copy_out_and_in(ALL_WAITS - {missing})
-    assert recorder.conflicts
+@pytest.mark.parametrize("missing", [None, "blocking", *sorted(ALL_WAITS)])
+def test_the_host_must_wait_for_transfers_and_its_own_work_is_complete(recorder, missing):
+    blocking = {"device", "blocking copies"}
+    copy_out_and_in(blocking if missing == "blocking" else ALL_WAITS - {missing})
+    assert bool(recorder.conflicts) is (missing in ALL_WAITS)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -174,7 +159,7 @@ def test_a_system_call_that_writes_reads_what_lies_at_its_address(recorder, tmp_
 
 
 def in_thread(work, handed_over: str) -> None:
-    """Run ``work`` in another thread and learn of its end in the way named, or not at all."""
+    """Run ``work`` in another thread and learn of its end in the way named."""
     if handed_over == "join":
         thread = threading.Thread(target=work)
         thread.start()
@@ -193,11 +178,8 @@ def in_thread(work, handed_over: str) -> None:
             future.result()
         elif handed_over == "event":
             done.wait()
-        elif handed_over == "queue":
-            results.get()
         else:
-            while not results.qsize():
-                pass
+            results.get()
 
 
 @pytest.mark.parametrize("ordered", [True, False])

@@ -21,17 +21,7 @@ NOT_IN_A_WHEEL = ("recipes_source", "tests", "harness", "benchmarks", "proofs")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    return build_wheel(folder)
-
-
-def built(source: Path, folder: Path) -> Path:
-    """The wheel of ``source`` by pip, in ``folder``."""
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*pip, "-w", str(folder), str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = folder.glob("overlap_recipes-*.whl")
-    return wheel
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def take_the_wheel(wheel: Path, into: Path) -> str:
