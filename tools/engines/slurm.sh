@@ -7,7 +7,7 @@ set -uo pipefail
 here=$(dirname "$(realpath "$0")")
 project=$(realpath "$here/../..")
 python=$(realpath -s "$(command -v "${PYTHON:-$project/.venv/bin/python}")")
-scenarios=${*:-limit preempt requeue usr1 too_late array whole_array node_lost batch_node_lost batch crash}
+scenarios=${*:-limit preempt requeue usr1 usr1_torchrun killed too_late array whole_array node_lost batch_node_lost batch crash}
 dir=$(mktemp -d /tmp/slurm.XXXXXX)
 chmod 755 "$dir" # munge wants everybody to reach its socket
 mkdir "$dir/known"
@@ -92,8 +92,10 @@ echo "$(sinfo --version), $(idle) nodes"
 submit() { # FILE, options of sbatch: in a folder of the scenario's own, which a job of before may have used
     mkdir -p "$work"
     cp "$here/train.py" "$here/toy.py" "$work"
+    local file=$1
+    [ -e "$file" ] || file=$here/$1
     export STALLED=$work/stalled
-    id=$(cd "$work" && sbatch --parsable --output="$work/%a.out" "${@:2}" "$here/$1")
+    id=$(cd "$work" && sbatch --parsable --output="$work/%a.out" "${@:2}" "$file")
 }
 await() { # TEXT SECONDS: until a line of the job's output has it
     for _ in $(seq "$2"); do grep -qs "$1" "$work"/*.out && return; sleep 1; done
@@ -145,6 +147,25 @@ usr1() {
     export PACE=0.4
     submit requeue_exit.sbatch --time=3 && await "rank 0: leaves" 210 && again || return
     await "rank 0: ends" 150 && ended 60 && judge
+}
+# torchrun passes SIGUSR1 on if it is told to
+usr1_torchrun() {
+    export PACE=0.4
+    local handled="--shutdown-timeout=58 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    sed "s/TERM@30/USR1@60/; s/--shutdown-timeout=28/$handled/" "$here/torchrun.sbatch" > "$dir/usr1.sbatch"
+    submit "$dir/usr1.sbatch" --time=3 && await "rank 0: leaves" 210 && again || return
+    await "rank 0: ends" 150 && ended 60 && judge
+}
+# One rank is killed, as for memory: the script requeues
+killed() {
+    export PACE=0.1
+    submit srun.sbatch --time=5 && await "rank 0: begins" 90 || return
+    for _ in $(seq 60); do [ -e "$work/checkpoints/step40" ] && break; sleep 0.5; done
+    for pid in $(pgrep -f "train.py checkpoints"); do
+        [ "$(readlink "/proc/$pid/cwd")" = "$work" ] || continue
+        tr '\0' '\n' < "/proc/$pid/environ" | grep -qx SLURM_PROCID=1 && kill -9 "$pid" && echo "rank 1 is killed"
+    done
+    again && await "rank 0: ends" 150 && ended 60 && judge
 }
 # A step takes longer than the grace: 86, and RequeueExit; no last save, so that it goes on from the one before
 too_late() {
