@@ -272,15 +272,21 @@ def write_files(target: Target, files: list[tuple[str, list[Piece]]], threads: i
 
 
 def serialised(data: io.BytesIO | torch.Tensor) -> bytes:
-    if isinstance(data, torch.Tensor):  # a sparse one, say, whose size differs from save to save
-        torch.save(data, file := io.BytesIO())
-        return file.getvalue()
-    return data.getvalue()
+    """What is written of a leaf that is no staged tensor, as DCP's planner gives it."""
+    if isinstance(data, io.BytesIO):
+        return data.getvalue()
+    file = io.BytesIO()
+    torch.save(data, file)  # a sparse tensor, say, whose size differs from save to save
+    return file.getvalue()
 
 
 def kind(leaf: object) -> object:
-    """What a plan depends on, besides the leaf's name."""
-    return id(leaf) if is_staged(leaf) else torch.is_tensor(leaf) and (leaf.shape, leaf.dtype)
+    """What a plan depends on, besides the leaf's name; of what is no tensor, nothing."""
+    if is_staged(leaf):
+        return id(leaf)  # system calls have its address
+    if torch.is_tensor(leaf):
+        return leaf.shape, leaf.dtype
+    return None
 
 
 def _outline(tree: object, found: list) -> None:

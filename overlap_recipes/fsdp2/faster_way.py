@@ -38,7 +38,8 @@ class FasterWay:
         self.gathers = gathers
         self.pushed = pushed
         self.kinds = [_stock(type(group)) for group in gathers.groups]  # of the other way
-        self.aside: list[tuple] = []  # objects, with the names and values of the other way
+        # Objects, with attributes by name as the other way has them; None: it has not made one yet.
+        self.aside: list[tuple[object, dict]] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
@@ -167,11 +168,11 @@ class FasterWay:
             other = self.kinds[number]
             self.kinds[number] = type(group)
             group.__class__ = other
-        for owner, values in self.aside:
-            for name, value in values.items():
-                values[name] = vars(owner).pop(name, None)
-                if value is not None:
-                    setattr(owner, name, value)
+        for owner, others in self.aside:
+            for name, other in others.items():
+                others[name] = vars(owner).pop(name, None)
+                if other is not None:
+                    setattr(owner, name, other)
 
     def let_go(self) -> None:
         """Free the memory that peers read: all of them have come here."""

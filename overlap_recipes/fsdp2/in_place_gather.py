@@ -23,13 +23,19 @@ class Gathers(shared_slots.Slots):
     """The slots of all units of one model, and the stream of their gathers."""
 
     def __init__(self, groups: Sequence, slots: int) -> None:
-        shards, device = groups[0].mesh_info.shard_process_group, groups[0].device
+        shards = groups[0].mesh_info.shard_process_group
+        device = groups[0].device
         super().__init__(peer_memory.PeerMemory(shards, device), max(slots, AHEAD + 1))
-        self.groups, self.streams = groups, torch.get_device_module(device)
+        self.groups = groups
+        self.streams = torch.get_device_module(device)
         self.stream = self.streams.Stream()
-        self.gathers = self.forwards = 0
+        self.gathers = 0  # so far
+        self.forwards = 0  # so far, of the model, with the one that runs
         self.in_use = True  # not while stock FSDP2 is tried, or kept
-        self.in_forward = self.with_graph = self.begun = self.trusts = False
+        self.in_forward = False  # the model's forward runs
+        self.with_graph = False  # and a backward may follow it
+        self.begun = False  # ``begin_next_forward`` was called
+        self.trusts = False  # this forward takes what that has gathered, and no backward comes
         self.order: list | None = []  # of the groups, in the first forward
         self.first: list = []  # of them, those that each forward begins with
         self.changes = Changes(groups, device)
@@ -40,8 +46,11 @@ class Gathers(shared_slots.Slots):
             return
         self.drop()
         self.begun = True
-        for group in (*self.first, *(self.first[0].then if self.first else ())):
+        for group in self.first:
             group.unshard()
+        if self.first:
+            for group in self.first[0].then:
+                group.unshard()
 
     @torch.compiler.disable
     def begin_forward(self, *_) -> None:
@@ -52,7 +61,8 @@ class Gathers(shared_slots.Slots):
             self.drop()
         self.trusts = self.begun and not torch.is_grad_enabled()
         self.begun = False
-        self.in_forward, self.with_graph = True, torch.is_grad_enabled()
+        self.in_forward = True
+        self.with_graph = torch.is_grad_enabled()
         self.forwards += 1  # what an earlier one has left is not kept
         for group in self.first:  # they are on their way while the host gets to the first unit
             group.unshard()
@@ -61,17 +71,26 @@ class Gathers(shared_slots.Slots):
     def end_forward(self, *_) -> None:
         if not self.in_use:
             return
-        self.in_forward = self.with_graph = False
+        self.in_forward = False
+        self.with_graph = False
         self.drop()
         self.changes.send()
         if self.trusts or self.changes.noted.is_cpu:
             self.changes.refuse()
         if self.order:  # of the first forward
-            groups, self.order = list(dict.fromkeys(self.order)), None
-            short = groups[0].embeds  # an embedding: its kernels are queued first
-            self.first = groups[: AHEAD - short]
-            groups[0].then = groups[1 : 1 + AHEAD] if short else []
-            shared_slots.set_lists(groups, AHEAD, first=1 - short)
+            self.gather_in_order(list(dict.fromkeys(self.order)))
+            self.order = None
+
+    def gather_in_order(self, groups: list) -> None:
+        """Have each forward gather its units ahead of their turn, which comes in this order."""
+        if groups[0].embeds:  # its kernels are queued before the gathers that come next
+            self.first = groups[: AHEAD - 1]
+            groups[0].then = groups[1 : 1 + AHEAD]
+            shared_slots.set_lists(groups, AHEAD, first=0)
+        else:
+            self.first = groups[:AHEAD]
+            groups[0].then = []
+            shared_slots.set_lists(groups, AHEAD, first=1)
 
     def drop(self) -> None:
         for group in self.groups:
@@ -92,9 +111,10 @@ class Gathers(shared_slots.Slots):
             if backward:
                 raise RuntimeError("a forward came before gather_in_place: call it between steps")
             self.give(group)
-        slot, current = group.slot, self.streams.current_stream()
-        kept = slot.group is group and slot.in_forward == self.forwards > 0 and backward
-        if kept and not shared_slots.outdated(group):
+        slot = group.slot
+        current = self.streams.current_stream()
+        is_kept = backward and self.has_gathered(group)
+        if is_kept and not shared_slots.outdated(group):
             event = current.record_event()  # nothing has taken its place since the forward
         else:
             self.stream.wait_stream(current)  # which may still compute with what the slot has
@@ -106,8 +126,15 @@ class Gathers(shared_slots.Slots):
                 self.fill(group)
                 event = self.stream.record_event()
             self.gathers += 1
-        slot.in_forward = self.forwards if self.with_graph and not backward else 0
+        slot.of_forward = 0
+        if self.with_graph and not backward:
+            slot.of_forward = self.forwards
         group._all_gather_result = SimpleNamespace(all_gather_event=event, all_gather_work=None)
+
+    def has_gathered(self, group) -> bool:
+        """Whether the latest forward has gathered a unit, and its weights are in the slot still."""
+        slot = group.slot
+        return slot.group is group and self.forwards > 0 and slot.of_forward == self.forwards
 
 
 class Changes:
@@ -171,7 +198,9 @@ class InPlaceGather:
         if not self.all.in_forward and torch._C._current_graph_task_id() == -1:
             self.drop()  # between steps: weights may have changed since
         backward = self._training_state.name == "PRE_BACKWARD"
-        if backward and self.embeds or self._all_gather_result is not None or self.is_unsharded:
+        if backward and self.embeds:
+            return  # its backward reads no weights
+        if self._all_gather_result is not None or self.is_unsharded:
             return
         self.refused = self.slot.busy() if self.slot else backward
         if not self.refused:
@@ -183,12 +212,14 @@ class InPlaceGather:
             if self.slot and self.slot.busy():
                 self.all.make_room(self)
             self.all.gather(self)
-        if current := self.copied():
+        current = self.copied()
+        if current is not None:
             self.slot.stream = current
             self._to_unsharded()
             shared_slots.allow_reading(self)
             self.all.note_changes(self, self.changed)
-        self.in_graph |= self._training_state.name == "FORWARD" and torch.is_grad_enabled()
+        if self._training_state.name == "FORWARD" and torch.is_grad_enabled():
+            self.in_graph = True
 
     def _to_sharded(self) -> None:
         if self.is_unsharded:
@@ -205,27 +236,33 @@ class InPlaceGather:
             self.first_node = torch.autograd._get_sequence_nr()
         if self.all.in_forward and self.all.order is not None:
             self.all.order.append(self)
-        graph = torch.is_grad_enabled() and not self.embeds and not self.in_graph
-        trains = graph and self.is_sharded and not (self.slot and self.slot.exclusive)
-        if trains and not any(getattr(t, "requires_grad", 0) for t in tree_leaves((args, kwargs))):
+        if self.may_stay_full() and not _requires_grad((args, kwargs)):
             self.drop()
             self.all.give(self, exclusive=True)  # full until the end of backward
         return super().pre_forward(module, args, kwargs)
+
+    def may_stay_full(self) -> bool:
+        """Whether it is in a slot that others take, and a graph begins to use it."""
+        if not torch.is_grad_enabled() or self.embeds or self.in_graph:
+            return False
+        has_own_slot = self.slot is not None and self.slot.exclusive
+        return self.is_sharded and not has_own_slot
 
     def post_forward(self, *arguments):
         output = super().post_forward(*arguments)
         if not self.is_unsharded:
             shared_slots.refuse_returned(self, output)
         unseen_outputs.gather_before(self, output)
-        for group in self.then if self.all.in_forward else ():
-            group.unshard()
+        if self.all.in_forward:
+            for group in self.then:
+                group.unshard()
         return output
 
     def finalize_backward(self) -> None:
         self.drop()
         self.in_graph = False
         if self.slot:
-            self.slot.in_forward = 0
+            self.slot.of_forward = 0
         super().finalize_backward()
 
     def drop(self) -> None:
@@ -235,11 +272,18 @@ class InPlaceGather:
 
     def copied(self):
         """The current stream, which now waits for the gather under way; None if there was none."""
-        result, self._all_gather_result = self._all_gather_result, None
-        current = result and self.all.streams.current_stream()
-        if current:
-            current.wait_event(result.all_gather_event)
+        result = self._all_gather_result
+        self._all_gather_result = None
+        if result is None:
+            return None
+        current = self.all.streams.current_stream()
+        current.wait_event(result.all_gather_event)
         return current
+
+
+def _requires_grad(inputs: object) -> bool:
+    """Whether a gradient goes to an input: then FSDP2 hears when a unit's backward has ended."""
+    return any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(inputs))
 
 
 def gather_in_place(model: FSDPModule, slots: int = 4) -> Gathers | None:
@@ -258,12 +302,14 @@ def gather_in_place(model: FSDPModule, slots: int = 4) -> Gathers | None:
         RuntimeError: nothing is sharded, this PyTorch's FSDP2 is another one, or it was called for
             one of the units before.
     """
-    if not (chosen := peer_memory.copying_groups(model)):
+    chosen = peer_memory.copying_groups(model)
+    if not chosen:
         return None
     gathers = Gathers(chosen, slots)
     peer_memory.become(chosen, InPlaceGather)
     for group in chosen:
-        group.all, group.embeds = gathers, shared_slots.embeds(group)
+        group.all = gathers
+        group.embeds = shared_slots.embeds(group)
         group.changed = gathers.changes.of(group)
         group.keepers = unseen_outputs.own_modules(group)
     shared_slots.counted().update(chosen)

@@ -48,7 +48,8 @@ def use_peer_copies(model: FSDPModule, slots: int = 4) -> PeerCopies:
     Few tokens a step leave the host to set the pace, and then stock FSDP2 can be faster. So after
     15 steps by peer copies come 15 by stock FSDP2, in its memory, and the faster way goes on on all
     ranks; the log has both figures. Not under ``torch.use_deterministic_algorithms(True)``: sums of
-    three ranks and more depend on the way. Not where little memory is free.
+    three ranks and more depend on the way. Not where little memory is free. A step is counted when
+    all units that are trained have changed before it, and no evaluation has left one full.
 
     Args:
         model: the module that the training loop calls.

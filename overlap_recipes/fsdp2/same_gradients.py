@@ -30,7 +30,9 @@ class SameGradients:
     """
 
     def __init__(self, group: dist.ProcessGroup, units: list) -> None:
-        self.rank, self.ranks, self.units = group.rank(), group.size(), units
+        self.rank = group.rank()
+        self.ranks = group.size()
+        self.units = units
         self.number = {id(unit): n for n, unit in enumerate(units)}
         self.turn = 0
         self.words = _shared_words(group, _TURNS * group.size())
@@ -46,9 +48,11 @@ class SameGradients:
         Raises:
             RuntimeError: it is another one on one of the ranks, or does not come in LIMIT_S.
         """
-        known = set(map(id, taking_part))
-        flags = bytes([accumulated, *(id(p) in known for p in unit.fsdp_params)])
-        seen = self.exchange(self.number[id(unit)], zlib.crc32(flags))
+        known = {id(p) for p in taking_part}
+        flags = [accumulated]
+        for p in unit.fsdp_params:
+            flags.append(id(p) in known)
+        seen = self.exchange(self.number[id(unit)], zlib.crc32(bytes(flags)))
         if seen.count(seen[0]) == len(seen):
             return
         missing = [_name_of(p) for p in unit.fsdp_params if _lacks_gradient(p, known)]
@@ -74,7 +78,8 @@ class SameGradients:
         self.words[first + self.rank] = turn << 48 | number << 32 | checksum
         seen = []
         for rank in range(self.ranks):
-            deadline, looks = time.monotonic() + _LIMIT_S, 0
+            deadline = time.monotonic() + _LIMIT_S
+            looks = 0
             while self.words[first + rank] >> 48 != turn:
                 looks += 1
                 if looks > _SPINS:

@@ -33,7 +33,7 @@ class Slot:
     of_ranks: list[torch.Tensor]  # bytes
     number: int  # of the unit that it was last given to
     group: object = None  # whose weights are in it
-    in_forward: int = 0  # in which forward they were gathered
+    of_forward: int = 0  # the number of the forward that has gathered them for a graph, or 0
     exclusive: bool = False  # its unit keeps it until the end of backward
     stream: object = None  # where a unit last computed with it
 
