@@ -152,6 +152,5 @@ def test_a_thread_that_saves_what_goes_on_to_change_is_found(recorder, tmp_path,
 
 def test_torchscript_forgets_what_stood_in_for_its_operators():
     with streams.recording():
-        stand_in = torch.zeros
-        assert _find_builtin(stand_in) == "aten::zeros"
+        assert _find_builtin(stand_in := torch.zeros) == "aten::zeros"
     assert _find_builtin(stand_in) is None

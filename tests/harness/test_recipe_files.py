@@ -35,6 +35,9 @@ def test_a_run_is_kept_until_code_edit_or_ranks_change_and_only_if_it_ended_as_i
     assert kept(ranks=2).report() is None
     assert kept(control="n", says="other words").report() == raised
     assert kept(control="n", replace="x = 3").report() is None
+    settings = write(tmp_path, "rankproof.toml", 'off = ["left_thread"]')
+    assert kept().report() is None
+    settings.unlink()
     path.write_text("x = 1  # another comment\n")
     assert kept().report() == passed
     path.write_text("x = 2\n")
@@ -50,12 +53,10 @@ def test_a_script_that_was_not_run_has_not_passed_and_is_not_kept(tmp_path) -> N
     text = "import torch.multiprocessing as mp\n\nif __name__ == '__main__':\n    mp.spawn(print)\n"
     recipe = load_recipe(write(tmp_path, "spawns.py", text))
     kept = KeptRun(tmp_path / "store", recipe, 2, launcher="warm")
-    report = kept.run()
-    assert report.verdict == "not judged"
-    assert not kept.as_it_must(report)
-    assert kept.report() is None
-    as_it_needs = KeptRun(tmp_path / "store", recipe, 2, launcher="auto")
-    assert as_it_needs.as_it_must(as_it_needs.run())
+    assert (report := kept.run()).verdict == "not judged"
+    assert not kept.as_it_must(report) and kept.report() is None
+    kept = KeptRun(tmp_path / "store", recipe, 2, launcher="auto")
+    assert kept.as_it_must(kept.run())
 
 
 def test_the_code_hash_follows_code_and_not_prose(tmp_path) -> None:

@@ -76,11 +76,13 @@ def test_the_last_lines_are_told_and_the_first_cause() -> None:
     assert summary(caught.value) == "ValueError: the loss is nan (then OSError while cleaning up)"
 
 
-def test_a_hint_needs_its_file_and_a_rendezvous_excuses_no_other_error(tmp_path) -> None:
+def test_what_a_run_says_of_files_and_of_a_rendezvous_of_its_own(tmp_path) -> None:
     error = Failure("raised", "FileNotFoundError: No such file or directory: 'data.txt'")
-    found = report(failures=[error])
+    (tmp_path / "made" / "0").mkdir(parents=True)
+    run._keep_made(tmp_path / "made", (tmp_path / "wanted",))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["made", "wanted"]
     for there in (False, True):
-        run._hint_at_files_beside(found, tmp_path)
+        run._hint_at_files_beside(report(failures=[error]), tmp_path)
         assert ("run it with --cwd" in error.hint) is there
         write(tmp_path, "data.txt", "")
     found = report(failures=[Failure("hung", "in recv"), Failure("raised", "ValueError: nan")])
@@ -121,8 +123,8 @@ def test_what_a_folder_says_of_its_scripts(tmp_path) -> None:
         write(tmp_path, name, "")
     runs = write(tmp_path, "runs.py", "def main():\n    pass\n\nresult = main()\n")
     helps = write(tmp_path, "helps.py", "from logging import getLogger\nlogger = getLogger()\n")
-    assert recipe.python_files(tmp_path) == [helps, runs]
-    assert recipe.is_helper(helps) and not recipe.is_helper(runs)
+    found = [(file, recipe.is_helper(file)) for file in recipe.python_files(tmp_path)]
+    assert found == [(helps, True), (runs, False)]
     write(tmp_path, "README.md", "--nproc-per-node 3 runs.py\n--nproc-per-node 5 helps.py\n")
     write(tmp_path, "start.sh", "--nproc_per_node=16 runs.py\n--nproc_per_node=4 runs.py\n")
     assert recipe.asked_ranks(runs) == {3, 4}
