@@ -326,7 +326,7 @@ if __name__ == "__main__":
 #
 # .. timeline:: checkpoint_stall pinned default_stager_2.13 overlapped_stager overlapped_writer
 #
-# **Every second to fourth save costs much more**, with every stager of DCP: a save makes so many
+# **Every second to fourth save costs much more**, with all DCP stagers: a save makes so many
 # objects that Python's garbage collector searches all objects of the process. Call
 # ``gc.freeze()`` once, when model and optimizer are there, as ``overlapped_stager_frozen`` does:
 # the collector then skips them. It never frees them either, so do not call it where models come
