@@ -60,7 +60,7 @@ repository, or a copy of its folder ``overlap_recipes``.
 #
 # ``_find_load_step``, ``_purge_stale_checkpoints``
 #    torchtitan takes a folder for a checkpoint if its name *contains* ``step-`` and a number, and
-#    if it holds ``.metadata``. A killed run can leave a ``step-4.incomplete`` that has both. It
+#    if it holds ``.metadata``. A killed run can leave a ``step-4.*.incomplete`` that has both. It
 #    would also count as one of ``keep_latest_k``, and a complete one would be deleted in its place.
 #    These methods compare the whole name.
 #

@@ -86,7 +86,7 @@ of its folder ``overlap_recipes``.
 # ``_save_optimizer_and_scheduler``
 #    Writes the schedule alone. ``Trainer``'s version also saves model and optimizer, synchronously.
 # ``TrainerFiles.write``
-#    Runs on the writing thread, in ``checkpoint-4.incomplete``. It writes the folders that
+#    Runs on the writing thread, in ``checkpoint-4.*.incomplete``. It writes the folders that
 #    accelerate writes, so ``resume_from_checkpoint`` and ``accelerate merge-weights`` find what
 #    they expect.
 # ``TrainerFolder.commit``
@@ -99,7 +99,7 @@ of its folder ``overlap_recipes``.
 # itself, and after a kill in mid-save it would choose that incomplete checkpoint.
 #
 # ``save_total_limit`` counts complete checkpoints. ``Trainer`` deletes old ones when a save has
-# returned, and here the new one is not there yet. It would also count ``checkpoint-4.incomplete``,
+# returned, and here the new one is not there yet. It would also count ``checkpoint-4.*.incomplete``,
 # which a killed run has left, and delete a complete one in its place. The oldest goes when
 # the next save is called, so the disk holds one checkpoint more than the limit, also at the end.
 #

@@ -33,10 +33,7 @@ def test_a_save_on_eight_ranks_takes_the_collectives_of_two() -> None:
 
 
 def test_a_resume_reads_a_few_manifests_a_rank() -> None:
-    """Rank 0 reads all; the others read those of the files that they read, and compare sizes.
-
-    On another number of ranks, what each rank has saved for itself is read by one of them for all.
-    """
+    """Rank 0 reads all, others those of files that they read; of each rank's state one does."""
     command = [sys.executable, str(TOOL), "--reshard", "8", "8", "6", "--parameters", "8"]
     ran = subprocess.run(
         [*command, "--stores", "directory"], capture_output=True, text=True, timeout=120

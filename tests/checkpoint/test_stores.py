@@ -234,6 +234,8 @@ def test_a_rank_that_does_not_see_what_rank_0_has_made_writes_nothing(tmp_path: 
         with pytest.raises(FileNotFoundError, match="rank 0 has made"):
             target.join(place)
         assert not Path(place).exists()
+        again = target.begin(0)
+        assert again != place, "a rank of an earlier job could still write to it"
 
 
 def test_a_root_is_free_again_when_its_job_has_ended(place: Place) -> None:

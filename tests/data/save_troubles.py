@@ -96,7 +96,7 @@ def write_when(name: str, before_write: Callable[[], object]) -> None:
     """Call ``before_write`` before this rank's part of a checkpoint ``name`` is written."""
 
     def write_data(self, plan, planner):
-        if Path(self.path).name.removesuffix(".incomplete") == name:
+        if Path(self.path).name.partition(".")[0] == name:
             before_write()
         return WRITE(self, plan, planner)
 

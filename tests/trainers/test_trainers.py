@@ -111,6 +111,7 @@ def test_a_lightning_checkpoint_is_whole_until_its_successor_has_the_name(
     """``last.ckpt`` is replaced at every save; a crash in the middle leaves one of the two."""
     last, aside = tmp_path / "last.ckpt", tmp_path / "last.ckpt.incomplete"
     folder = Folder(last)
+    folder.place = str(aside)
     for place, step in ((last, "1"), (aside, "2")):
         place.mkdir()
         for name in (".metadata", "__0_0.distcp", "meta.pt"):

@@ -26,8 +26,9 @@ from .store import NAME, name_of, steps_of
 LOG = logging.getLogger(__name__)
 _LEASE = "lease"  # in the root: locked by the job that writes here
 POINTER = "latest"  # in the root: the name of the newest checkpoint, for people and other programs
+_ATTEMPT = r"\.[0-9a-f]{8}"  # in the name of a save that is not complete
 # What a crash can leave over: of a save, or of a deletion.
-_LEFTOVER = re.compile(rf"{NAME.pattern}(\.[0-9a-f]{{8}})?\.(incomplete|deleted)")
+_LEFT_OVER = re.compile(rf"{NAME.pattern}({_ATTEMPT})?\.(incomplete|deleted)")
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # of a lock that another process has
 
 
@@ -47,6 +48,11 @@ def write_durably(path: Path, text: str) -> None:
     flush(aside)
     aside.replace(path)
     flush(path.parent)
+
+
+def _place_of_attempt(directory: Path) -> str:
+    """Its own: a rank of an earlier job, on a host that was lost, could still write to another."""
+    return f"{directory}.{uuid.uuid4().hex[:8]}.incomplete"
 
 
 def refuse_unseen(place: str) -> None:
@@ -190,7 +196,7 @@ class Directory:
 
     def unfinished(self) -> list[str]:
         names = [path.name for path in self.root.glob("step*")]
-        return [name for name in names if _LEFTOVER.fullmatch(name)]
+        return [name for name in names if _LEFT_OVER.fullmatch(name)]
 
     def begin(self, step: int, nbytes: int) -> str:
         if self.latest_place is not None:
@@ -198,10 +204,8 @@ class Directory:
         free = shutil.disk_usage(self.root).free
         if free < nbytes:
             raise OSError(errno.ENOSPC, f"{nbytes} bytes to write, {free} free", str(self.root))
-        # Of its own, or a rank of an earlier job, on a host that was lost, could still write to it.
-        aside = self.root / f"{name_of(step)}.{uuid.uuid4().hex[:8]}.incomplete"
-        self.latest_place = str(aside)
-        aside.mkdir()
+        self.latest_place = _place_of_attempt(self.path_of(step))
+        Path(self.latest_place).mkdir()
         return self.latest_place
 
     def join(self, place: str) -> None:
@@ -226,22 +230,30 @@ class Directory:
 class Folder:
     """A directory for one save, with a name of the caller's own; see ``Target``.
 
-    A checkpoint that is there is replaced, if it has no other files than the new one.
+    A checkpoint that is there is replaced, if it has no other files than the new one. Until then
+    this one is in ``<directory>.<attempt>.incomplete``.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.name = str(directory)
-        self.place = f"{directory}.incomplete"
+        self.place = ""  # until this rank has joined
         self.sinks: dict[str, FileSink] = {}
 
     def begin(self, nbytes: int) -> str:
-        shutil.rmtree(self.place, ignore_errors=True)  # left by a job that died
-        Path(self.place).mkdir(parents=True)
+        parent = self.directory.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        left_over = re.compile(rf"{re.escape(self.directory.name)}{_ATTEMPT}\.incomplete")
+        for path in list(parent.iterdir()):
+            if left_over.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)  # of a job that died, or wrote till now
+        self.place = _place_of_attempt(self.directory)
+        Path(self.place).mkdir()
         return self.place
 
     def join(self, place: str) -> None:
         refuse_unseen(place)
+        self.place = place
 
     def create(self, name: str) -> FileSink:
         path = Path(self.place, name)
