@@ -10,15 +10,15 @@ steps. ``async_save`` alone can lose the last checkpoint. It can end a run becau
 It can leave a directory that loads without an error and holds wrong values. This file closes these
 gaps.
 
+**When not to bother:** the state is small or you save rarely (call ``dcp.save``), or the host has
+no room for a second copy of what all its ranks hold. If the copy itself takes too long,
+:doc:`pinned_staging` makes it fast and :doc:`saves_beside_training` hides it.
+
 **Scope.** A state dict of plain tensors, DTensors, numbers and text, on any number of ranks that
 share a file system. All but DTensors must be the same on all ranks. With
 ``check=SameOnAllRanks()``, as below, the first save of any other state raises on every rank; later
 saves compare all but the values of plain tensors. Without it, nothing checks the state.
 :doc:`state_to_save` says how to get a state dict that a run can resume from, and how to load it.
-
-**When not to bother:** the state is small or you save rarely (call ``dcp.save``), or the host has
-no room for a second copy of what all its ranks hold. If the copy itself takes too long,
-:doc:`pinned_staging` makes it fast and :doc:`saves_beside_training` hides it.
 
 .. result-gain:: checkpoint_stall
    :rows: async_save pinned overlapped_writer

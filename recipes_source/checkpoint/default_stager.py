@@ -10,14 +10,14 @@ is made for this. As it stands it can write the weights of the previous step, an
 nothing** (see `What it buys`_). So this file only takes page-locked memory from ``DefaultStager``.
 It makes the copies itself, in 60 statements.
 
-**Scope.** As in :doc:`async_save`: a state dict of plain tensors, DTensors, numbers and text; all
-but DTensors are the same on all ranks. Until the copy has ended, only optimizers of torch and
-forward may change the saved tensors. You name those that forward changes.
-
 **When not to bother:** you train on a CPU, which has no second engine to copy with. Or the copy
 (bytes of a rank's state over the rate of its link) takes longer than forward and backward together:
 the optimizer step then waits for its end. :doc:`saves_beside_training` does the same for more kinds
 of state, with a shorter call.
+
+**Scope.** As in :doc:`async_save`: a state dict of plain tensors, DTensors, numbers and text; all
+but DTensors are the same on all ranks. Until the copy has ended, only optimizers of torch and
+forward may change the saved tensors. You name those that forward changes.
 
 .. result-gain:: checkpoint_stall
    :rows: overlapped_stager default_stager_2.13 pinned overlapped_writer

@@ -77,7 +77,7 @@ tensor. Other divisions (columns, two dimensions) work too, with one call per ro
 # %%
 # Imports and names
 # -----------------
-# The imports are the proof's. The names are the module's.
+# The imports are for the proof. The table is the module's: dtypes, and their names in a file.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/export.py
 #    :language: python
@@ -113,10 +113,9 @@ except ImportError as error:
 #    :language: python
 #    :pyobject: weights
 #
-# ``transformers`` 5 fuses the experts of a mixture when it loads them, and saves them apart.
-# ``for_transformers`` asks it, on tensors without memory, which block of which tensor is stored under
-# which name. Ranks then write blocks in place of whole tensors. The names of all other models are
-# their own.
+# ``transformers`` 5 fuses the experts of a mixture when it loads them, and splits them when it
+# saves. ``for_transformers`` finds out, on the meta device, which part of which tensor gets which
+# name. Ranks then write these parts. All other models keep their own names.
 #
 # Where everything goes
 # ---------------------
@@ -267,13 +266,15 @@ if __name__ == "__main__":
 #   load experts that were saved apart.
 # * ``for_transformers`` refuses a model with adapters, which has names of its own: export a merged
 #   copy (PEFT's ``merge_and_unload``).
-# * A directory that holds files and no export, or a model that is none, is refused. So is the working
-#   directory: each export is a new directory, and has the mode of one.
-# * ``weights`` leaves out an average that an optimizer keeps. Export the average's model instead.
-# * The tokenizer is small files of rank 0. Write them next to the export: they stay there when it is
+# * A save fails if the directory has files but no export, or safetensors that no export wrote, or
+#   if it is a symbolic link or the working directory.
+# * ``weights`` does not include averaged weights that an optimizer keeps. Export a model that has
+#   them.
+# * Save the tokenizer from rank 0, into the same directory: its files stay when the export is
 #   replaced.
-# * ``posix_fallocate`` reserves the room of a file before a tensor is written. A file system that
-#   cannot reserve gets zeros written instead: there, use a copy of the package without that line.
+# * ``posix_fallocate`` reserves the room of a file before a tensor is written. If the file system
+#   cannot reserve room, zeros are written first. There, use a copy of the package without that
+#   line.
 #
 # Further reading
 # ---------------

@@ -50,7 +50,7 @@ of its folder ``overlap_recipes``. It needs torch and NumPy.
    .. grid-item-card:: What you learn
 
       * why a load is slower than the disk, and what makes it as fast
-      * what happens to bytes that are not as they were saved
+      * how bytes that have changed are found
       * what comes back on another number of ranks, and how a new run starts
 
    .. grid-item-card:: What you need
@@ -64,9 +64,9 @@ of its folder ``overlap_recipes``. It needs torch and NumPy.
 The idea
 --------
 
-A DCP file is a row of small archives, one a tensor, and a plain tensor's bytes lie in its archive in
-one run. So all that is wanted is known before the first read, and nothing is unpickled for it.
-Eight threads then take pieces of 8 MiB. Each has two page-locked buffers. It reads a piece into one,
+A DCP file is a sequence of small archives, one for each tensor. In it, a plain tensor's bytes are
+contiguous. So the needed bytes are known before the first read, and nothing is unpickled. Eight
+threads then take pieces of 8 MiB. Each has two page-locked buffers. It reads a piece into one,
 checks it, and queues its copies to the device. While these run, it reads into the other.
 
 .. lanes:: Schematic, one of eight threads. A buffer is read into again when its copies have ended.
@@ -76,8 +76,8 @@ checks it, and queues its copies to the device. While these run, it reads into t
    to device:   4.8-7.3 buffer 1 ~; 9.6-12.1 buffer 2 ~; 14.4-16.9 buffer 1 ~; 19.2-21.7 buffer 2 ~
    @9.6 buffer 1 is free
 
-Small tensors that lie near each other are one read, with what lies between them. A shard for another
-number of ranks is a part of such a run, too.
+Small tensors near each other are read at once, with the bytes between them. A shard for another
+number of ranks is contiguous, too.
 """
 
 # %%
@@ -156,16 +156,15 @@ def save_both(job: Job, root: Path) -> list[Path]:
 # Read
 # ----
 # ``Reader`` is a storage reader of DCP. So DCP plans as always which rank needs which part of which
-# tensor. The threads read each plain, row-major tensor whose wanted bytes lie in one run. PyTorch's
-# own reader takes the rest, such as strided tensors and Python objects; their files are checked,
-# too. The log says how many bytes each of the two has read.
+# tensor. The threads read plain, row-major tensors whose needed bytes are contiguous. PyTorch's own
+# reader takes the rest, such as strided tensors and Python objects; their files are checked, too.
+# The log says how many bytes each of the two has read.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/reader.py
 #    :language: python
 #    :pyobject: Reader.read_data
 #
-# Before a thread reads into a buffer again, the copies out of it must have ended: the events
-# ``self.copied`` tell.
+# Before a thread refills a buffer, it waits for the copies from it: the events ``self.copied``.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/reader.py
 #    :language: python
@@ -180,8 +179,8 @@ def save_both(job: Job, root: Path) -> list[Path]:
 #
 # Check
 # -----
-# A save of ``CheckpointManager`` to a directory leaves a CRC-32 of each MiB. A thread reads whole
-# blocks, and compares each with its CRC-32 before the block is used. So a load reads no file twice, and a
+# A save of ``CheckpointManager`` stores a CRC-32 of each MiB. A thread reads whole blocks, and
+# compares each with its CRC-32 before the block is used. So a load reads no file twice, and a
 # resume can choose a checkpoint without reading all of it.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/checked_files.py
@@ -321,8 +320,8 @@ if __name__ == "__main__":
 #   says so. An object in ``per_rank=`` needs a method ``load_state_dicts``, which is given the states of
 #   all ranks; without it, ``resume`` raises.
 #
-# On the same number of ranks every bit of the run is as without an interruption. On another, sums have
-# another order: the losses are close, not equal.
+# On the same number of ranks every bit of the run is as without an interruption. On another, sums
+# are added in another order: losses are close, not equal.
 #
 # Start from a folder of the Hub
 # ------------------------------
@@ -381,9 +380,9 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# 128 MiB of page-locked memory a rank during a load, 64 MiB without an accelerator. Tensors go straight to
-# their targets, so nothing is there twice. On the device, nothing is added; where a folder has another
-# dtype than the model, 256 MiB and one tensor.
+# 128 MiB of page-locked memory a rank during a load, 64 MiB without an accelerator. From a store,
+# 384 and 256 MiB. The device needs nothing more, unless a folder has another dtype than the model:
+# then 256 MiB and one tensor.
 #
 # Known limits
 # ------------
@@ -391,15 +390,16 @@ if __name__ == "__main__":
 #
 # * A checkpoint of ``dcp.save`` or of a trainer has no digests, and neither has a folder of the Hub. Only
 #   the lengths of their files are compared; changed bytes are not found.
-# * A load that fails half way leaves in the targets what it had read. Load another checkpoint, or end.
-# * A load writes into the weights at once. During a save, call ``checkpoints.wait()`` first.
+# * A load that fails halfway has changed a part of the state. Load another checkpoint, or end the
+#   job.
+# * A load writes directly into the weights. During a save, call ``checkpoints.wait()`` first.
 # * Loading a checkpoint **runs code**: ``.metadata`` and what is no tensor are pickles. Digests say that a
 #   file has not changed, not who wrote it. Safetensors have no code: :doc:`export`.
 #
 # These cost time, or raise:
 #
-# * ``dcp.load`` with ``Reader`` has every rank read replicated weights. ``load`` reads them once, from a
-#   GiB in all on, where the group can broadcast.
+# * With ``dcp.load`` and ``Reader``, every rank reads replicated weights. ``load`` reads 1 GiB or
+#   more of them once, if the group can broadcast.
 # * A tensor that is compressed, strided, or goes into another dtype is read by PyTorch's reader, on one thread.
 #   The log says how much.
 # * A folder whose tensors transformers transposes or joins when it loads is not supported. Nor is a buffer

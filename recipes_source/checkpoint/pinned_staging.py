@@ -8,16 +8,16 @@ Stop training for a copy at the rate of the link, and no longer. A writer with
 ``cache_staged_state_dict=True`` copies every checkpoint into the same page-locked ("pinned")
 buffers. The first save allocates and pins them; each later one only copies.
 
+**When not to bother:** you have no accelerator (nothing is pinned then), you save rarely (the
+memory is held all the time), or page-locked memory is short: it cannot be swapped. If a copy at the
+rate of the link still stops training for too long, :doc:`default_stager` runs it during the next step.
+
 **Scope.** As in :doc:`async_save`: a state dict of plain tensors, DTensors, numbers and text; all
 but DTensors are the same on all ranks. Save first after the first step, which makes the optimizer's
 state: if keys, shapes or dtypes change, new buffers are pinned.
 
 .. index::
    single: pin_memory tutorial
-
-**When not to bother:** you have no accelerator (nothing is pinned then), you save rarely (the
-memory is held all the time), or page-locked memory is short: it cannot be swapped. If a copy at the
-rate of the link still stops training for too long, :doc:`default_stager` runs it during the next step.
 
 .. result-gain:: checkpoint_stall
    :rows: pinned async_save default_stager_ordered default_stager_2.13 overlapped_writer

@@ -14,8 +14,7 @@ if nothing had happened: same losses, same bits.
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-   Most eager models are bound by the host; there a save costs several times as much: see *What it
-   buys*.
+   Most eager models are bound by the host; there a save costs more: see *What it buys*.
 
 .. index::
    single: save before exit on SIGTERM
@@ -229,8 +228,8 @@ def train(
 #
 # A restart
 # ---------
-# All ranks load the newest checkpoint whose files have the right sizes, and compare digests. Newer ones
-# are renamed, and no longer found. :doc:`load` has more.
+# All ranks load the newest checkpoint whose files have the right sizes, and compare digests. Newer
+# ones are renamed, so that no resume finds them. :doc:`load` has more.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/manager.py
 #    :language: python
@@ -325,14 +324,15 @@ if __name__ == "__main__":
 #     # the rules of your job; without --dry-run it deletes, unless a job writes to that directory
 #     python -m overlap_recipes.checkpoint prune checkpoints --keep-last 3 --keep-every 10000 --dry-run
 #
-# ``prune`` looks at names and sizes alone: run ``verify`` first. Renamed ones (``.set-aside-``) are yours to
-# delete.
+# ``prune`` looks at names and sizes alone: run ``verify`` first. Delete renamed ones
+# (``.set-aside-``) yourself.
 #
 # Leave in time
 # -------------
-# SIGTERM asks the job to leave: ``preempted()`` is true, it saves, and ends with 85. ``grace_s`` (30 by
-# default) must cover two steps, the rest of an earlier save, and a save. Otherwise the rank ends with 86,
-# and the job resumes from the save before. Signal ``torchrun``, not a rank: ``torchrun`` would restart all.
+# SIGTERM asks the job to leave: ``preempted()`` is true, it saves, and ends with 85. ``grace_s``
+# (30 by default) must cover two steps, the rest of an earlier save, and a save. Otherwise the rank
+# ends with 86, and the job resumes from the save before. Signal ``torchrun``, not a rank; else
+# ``torchrun`` restarts all.
 #
 # :doc:`/guide/cluster` has files that ran under Slurm, Ray Train and ``torchrun`` on several hosts.
 #
@@ -344,12 +344,13 @@ if __name__ == "__main__":
 # In a directory that all ranks see. If the hosts share none, in a store: ``"s3://bucket/run"`` needs
 # ``fsspec``, ``obstore`` (or ``s3fs``, which is slower), and credentials in the environment.
 #
-# * ``fsync`` is a request: a disk or a mount may lie about it.
+# * Some disks and mounts report a finished ``fsync`` too early.
 # * Two jobs cannot share a root. In a directory a file lock refuses the second (NFS has it between hosts
 #   from version 4 on, Lustre if mounted with ``flock``). A store has no locks: there the second job takes
 #   the root, and each later save of the first fails.
-# * A store that ignores ``If-None-Match`` is refused on entry. SeaweedFS was run.
-# * A killed upload leaves parts that no listing shows and that you pay for. Add this rule to the bucket's:
+# * A store that ignores ``If-None-Match`` is refused on entry. Tested: SeaweedFS.
+# * A killed upload leaves parts that no listing shows and that you pay for. Add this rule to the
+#   bucket:
 #
 # .. code-block:: json
 #
@@ -413,8 +414,8 @@ if __name__ == "__main__":
 #
 # These raise, and say what to do:
 #
-# * a state that cannot be brought back as it is, at the first save
-# * a step older than the newest; a save after one that failed
+# * at the first save, a state that could not be restored exactly
+# * a step older than the newest; each save after a rank has died or come too late
 #
 # Further reading
 # ---------------

@@ -5,15 +5,15 @@ How to know that a checkpoint is right
 ======================================
 
 Test that a checkpoint holds every bit of its step, and that a resumed job does what the first job
-would have done. An exit code of 0 says neither: only loading says it.
+would have done. Exit code 0 proves neither; only a load does.
+
+**When not to bother:** never. Nobody knows whether a checkpoint that was never loaded is complete.
 
 **Scope.** This file saves with ``torch.distributed.checkpoint`` (DCP): one model and one optimizer
 of ``torch.optim`` that trains all of its parameters and keeps a state for each, as ``AdamW`` does.
-The first save comes after the first step, and the resumed job builds both by the same code.
-Outside that, DCP loses state without a word, so ``AppState`` raises. Frozen parameters, several
+The first save comes after the first step, and the resumed job builds both by the same code. Outside
+this scope DCP loses state without an error, so ``AppState`` raises. Frozen parameters, several
 optimizers, schedules, data and random numbers: ``TrainingState`` of :doc:`saves_beside_training`.
-
-**When not to bother:** never. A checkpoint that nobody has loaded may be none.
 
 The test of a save, in three lines (the functions are below):
 
@@ -41,8 +41,8 @@ model in place of ours.
 The idea
 --------
 
-Two comparisons say that a checkpoint is right. The loaded job has the bits of the saved one. And
-trained on, it still has them: so nothing that training depends on was left out.
+A checkpoint is right if two comparisons hold. The loaded job has the same bits as the saved one.
+After more steps both still have the same bits, so nothing that training depends on is missing.
 
 .. lanes:: Schematic. A resumed job does what the first job would have done.
 
@@ -113,9 +113,9 @@ def problem_of(parameter: nn.Parameter, state: dict) -> str:
 
 
 # %%
-# A load fills what the new job has, and leaves out what it has not: a layer that was renamed keeps
-# its random numbers, if the load is a partial one. Values of another dtype are cast. So the
-# checkpoint lists what it holds, and a load compares.
+# A load fills only what the new job has. In a partial load, a renamed layer keeps its random
+# weights. Values of another dtype are cast. So the checkpoint lists its contents, and a load
+# compares.
 
 
 def contents_of(model: dict, optimizer: dict) -> list[str]:
@@ -141,9 +141,9 @@ def leaves(tree: object, path: str = "") -> dict[str, object]:
 
 
 # %%
-# DCP takes a plain tensor for replicated, and keeps one rank's. BatchNorm's statistics differ
-# between ranks under DDP (use ``SyncBatchNorm``). ``check_buffers`` compares the buffers of all
-# ranks at the first save of a job, a resumed one, too.
+# DCP assumes that a plain tensor is the same on all ranks, and saves one rank's. BatchNorm's
+# statistics differ between ranks under DDP (use ``SyncBatchNorm``). ``check_buffers`` compares the
+# buffers of all ranks at the first save of a job, a resumed one, too.
 #
 # A learning-rate schedule leaves ``initial_lr`` in the optimizer's groups. Its position is not in
 # this state, and a resumed schedule would begin again, so that is refused, too.
@@ -369,7 +369,7 @@ if __name__ == "__main__":
 # ------------
 # * A run whose steps depend on more than model, optimizer and step (dropout's random numbers, the
 #   position in the data) does not go on as it would have. The second comparison shows it.
-# * Buffers are compared at a job's first save. If they part later, one rank's are kept.
+# * Buffers are compared at a job's first save. If they differ later, one rank's are saved.
 # * ``dcp.save`` into a directory that holds a checkpoint writes over it, file by file. If that
 #   fails half way, the directory loads, half old and half new: see :doc:`async_save`.
 # * ``dcp.save`` stops every rank until the last byte is on disk: see :doc:`async_save`.

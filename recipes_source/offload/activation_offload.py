@@ -8,14 +8,14 @@ Train on longer sequences: what autograd saves for backward grows with the lengt
 host memory. This file copies those *activations* there while forward goes on, and back while
 backward goes on. The device then holds a window of them, not all. Gradients keep every bit.
 
-**Scope.** Forward and backward on one stream of one device, and what autograd saves there as plain
-tensors of a megabyte and more. Everything else stays on the device, which is right and frees nothing:
-parameters, small tensors, subclasses, sparse and nested tensors. What would give wrong gradients
-raises: a saved tensor that is changed in place or freed while it is copied, another stream, a device
-that is not the current one.
-
-**When not to bother:** the step fits the device; or ``torch.utils.checkpoint`` frees enough. In
+**When not to bother:** the step fits the device; or ``torch.utils.checkpoint`` frees enough. For
 narrow models and short sequences recomputation is cheaper: see the end of this page.
+
+**Scope.** Forward and backward on one stream of one device, and what autograd saves there as plain
+tensors of a megabyte and more. Everything else stays on the device, and frees no memory:
+parameters, small tensors, subclasses, sparse and nested tensors. What would give wrong gradients
+raises: a saved tensor that is changed in place or freed while it is copied, another stream, a
+device that is not the current one.
 
 .. result-gain:: activation_offload
    :rows: checkpoint_activation_offload checkpoint checkpoint_save_on_cpu
@@ -330,8 +330,8 @@ class HostActivations:
 # Run it, and prove it
 # --------------------
 # Every gradient must have the bits of the run that keeps everything on the device. ``logged`` is a
-# figure whose graph nobody runs backward, as happens with metrics: what was loaded for it is never
-# read. On a GPU the allocator says how much less is held between forward and backward.
+# metric on which nobody calls backward: what was loaded for it is never read. On a GPU the
+# allocator says how much less is held between forward and backward.
 
 WIDTH, HEADS, TOKENS, BATCH = 512, 8, 64, 8
 LAYERS, STEPS = 3, 3
@@ -450,10 +450,10 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # Forward and backward of the layers named below the table, with the library's class. Under
-# ``checkpoint`` each layer runs again in backward; ``selective`` also keeps what attention returned.
-# The name after them says what moves the layers' inputs to the host. None makes a step faster. Where
-# those inputs alone move, ``checkpoint_unsloth`` does as well or better: this class moves whatever
-# autograd saves.
+# ``checkpoint`` each layer runs again in backward; ``selective`` also keeps what attention
+# returned. The rest of a row's name says what moves the layers' inputs to the host. No row makes a
+# step faster. If only those inputs move, ``checkpoint_unsloth`` does as well or better: this class
+# moves whatever autograd saves.
 #
 # .. result-table:: activation_offload
 #
@@ -494,8 +494,9 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * ``fully_shard`` frees gathered weights without a wait for a copy that may still read them. What is
-#   saved as a parameter or a view of one is never copied; ``weight.detach()`` is neither, and may be.
+# * ``fully_shard`` frees gathered weights without a wait for a copy that may still read them.
+#   Parameters and views of them are never copied, but ``weight.detach()`` may be: it counts as
+#   neither.
 # * Under autocast the casts of weights are copied, too.
 # * A storage is copied as a whole, even if a small view of a large one was saved, and again if it is
 #   saved again after it has left.

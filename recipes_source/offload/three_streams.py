@@ -7,14 +7,14 @@ Three streams: copy in, compute and copy out at once
 Hide the copies between host and device behind compute. Give copies in, compute and copies out a
 stream each, and all three happen **at the same time on one device**.
 
+**When not to bother:** the data fits the device; or one of the three takes much longer than the
+others together.
+
 **Scope.** Chunks of one shape and dtype in page-locked host memory, and a computation that reads one
 chunk and writes one of the same shape: here, a product with a matrix on the device. Chunks do not
 depend on each other. ``Pipeline`` raises ``ValueError`` for other chunks, for pageable memory, and for
 a device that is not the current one. Layers of a model, whose gradients go out while weights come in:
 :doc:`weight_streaming`.
-
-**When not to bother:** the data fits the device; or one of the three takes much longer than the
-others together.
 
 .. result-gain:: three_streams
    :rows: three_streams one_stream pinned_blocking pageable
@@ -34,7 +34,7 @@ of ``weight``.
    .. grid-item-card:: What you learn
 
       * what ``non_blocking=True`` does, and what it does not do
-      * who is held by a copy: the host, the device, both or nobody
+      * what a copy blocks: the host, the device, both or neither
       * which events make three streams correct, and why ``record_stream`` is not needed
 
    .. grid-item-card:: What you need
@@ -47,16 +47,16 @@ of ``weight``.
 The idea
 --------
 
-A copy can hold the host, the device, both or nobody. A host that is held queues no next operation.
-A device that is held runs no next kernel.
+A copy can block the host, the device, both or neither. A blocked host queues no operation. A
+blocked device starts no kernel.
 
-* **Pageable memory holds the host**, whatever ``non_blocking`` says: the driver copies the data
+* **Pageable memory blocks the host**, even with ``non_blocking=True``: the driver copies the data
   through page-locked memory of its own.
 * **Page-locked ("pinned") memory** is read by the device itself. ``non_blocking=True`` then returns
   at once. Without it PyTorch waits right after the copy: the ``cudaStreamSynchronize`` in your
   trace.
-* **One stream holds the device**: a copy on the stream of the kernels runs between two of them.
-* **Three streams hold nobody.** A GPU has copy engines for each direction, apart from its compute
+* **One stream blocks the device**: a copy on the stream of the kernels runs between two of them.
+* **Three streams block neither.** A GPU has copy engines for each direction, apart from its compute
   cores. Give each direction a stream, and say by events what must wait for what.
 
 .. lanes:: Schematic. Three chunks in two slots of device memory: A holds the first and the third, B the second.
@@ -80,22 +80,24 @@ A device that is held runs no next kernel.
 #   the output may be copied out.
 # * ``free``: the output has left. Compute may overwrite it.
 #
-# An event that was never recorded holds nobody, so the first round needs no special case.
+# A wait for an event that was never recorded ends at once, so the first round needs no special
+# case.
 #
 # The caching allocator orders memory by the stream that is current when a tensor is *allocated*:
 # what it hands out may still be in use by earlier work of that stream, and only of that stream.
 # Therefore each half of a slot is allocated on the stream that will write it.
 #
 # Nothing in the loop waits: the host queues every chunk and goes on. ``a.wait_event(e)`` makes the
-# *stream* ``a`` wait, on the device. Read the loop as three programs that run at the same time, one
-# a stream, held by events alone.
+# *stream* ``a`` wait, on the device. Read the loop as three programs, one for each stream, that run
+# at the same time and wait only for events.
 #
 # Slots are never freed, so they need no ``record_stream``. With it, memory comes back when the
 # allocator next asks, and a host that runs ahead allocates all its chunks before that.
 #
-# Two things would break the promise without an error, so they are refused. Streams and events belong
-# to the device that is **current** when they are made: work on another device would be ordered by
-# none of them. And a copy of memory that is pageable, or not contiguous, holds the host.
+# Two mistakes would make this wrong or slow without an error, so they are refused. Streams and
+# events belong to the device that is **current** when they are made: work on another device would
+# be ordered by none of them. And a copy of memory that is pageable, or not contiguous, blocks the
+# host.
 
 import torch
 
@@ -295,7 +297,8 @@ if __name__ == "__main__":
 # .. result-table:: three_streams
 #    :rows: pageable pageable_non_blocking pinned_blocking one_stream three_streams record_stream
 #
-# From a profile of one call; the lane ``host`` shows when a copy or a wait holds the Python thread:
+# From a profile of one call; the lane ``host`` shows when a copy or a wait blocks the Python
+# thread:
 #
 # .. timeline:: three_streams pageable one_stream three_streams
 #

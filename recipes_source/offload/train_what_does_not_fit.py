@@ -85,8 +85,9 @@ streamed.
      - the same
      - bfloat16: 2 bytes a rank (gradients), and 14 once
 
-With ``moments="8bit"`` the device updates, by torchao's code books and exact masters, one copy a rank.
-A host with less memory is refused; its ranks are added up.
+With ``moments="8bit"`` the device does the update, with torchao's quantization tables and exact
+masters; each rank has its own copy. If the ranks of a host need more memory than it has, the call
+raises.
 
 ``check_first_step`` runs a batch streamed and resident. It raises if a bit of outputs, buffers or
 gradients differs, and returns False if only the order of sums does.
@@ -110,9 +111,9 @@ gradients differs, and returns False if only the order of sums does.
 The idea
 --------
 
-Each layer stays where the model has it. Only ``layer.forward`` is replaced: the new one waits for the layer's
-weights, runs the layer's own forward as one node of the graph, and has the next layers loaded. In
-backward the node loads the weights again, and sends the gradients to the host.
+Each layer stays where the model has it. Only ``layer.forward`` is replaced: the new one waits for
+the layer's weights, runs the layer's own forward as one node of the graph, and starts to load the
+next layers. In backward the node loads the weights again, and sends the gradients to the host.
 
 Between a layer's backward and its next forward nothing reads its weights. The host updates
 them in that time, so no weight is stale. Forward begins with layer 0, so the **lowest** waiting layer
@@ -352,14 +353,15 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# A stock Llama of 8 G parameters, a budget of 24 GB on the device (:doc:`/guide/measured`). Throughput
-# is a share of a resident run's. ``torchao_clipped`` is torchao's offload with our clipping.
+# A stock Llama of 8 B parameters, a budget of 24 GB on the device (:doc:`/guide/measured`).
+# Throughput is relative to a resident run. ``torchao_clipped`` is torchao's offload with our
+# clipping.
 #
 # .. result-table:: offload_step
 #    :rows: streamed_adam streamed_adam_in_backward 8bit 8bit_in_backward torchao_clipped
 #    :where: model=llama-8b tokens=16384
 #
-# .. dropdown:: Another model beside torchao, losses with 8 bits, a device held to 24 GB
+# .. dropdown:: Another model with torchao, losses with 8 bits, a device limited to 24 GB
 #
 #    .. result-table:: offload_step
 #       :rows: 8bit_in_backward torchao
@@ -389,8 +391,8 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Host: as the table says, and once more what a save copies. The block's end gives gradients back, and
-# the optimizer Adam's state when nobody holds it any more.
+# Host: see the table; a save needs one more copy of what it saves. The end of the block frees the
+# gradients. Adam's state is freed with the optimizer.
 #
 # Device: 16 bytes for each other parameter; slots for two layers' weights and two layers' gradients;
 # one input per layer; what one layer saves for backward. With ``budget`` bytes more, the lowest layers

@@ -9,14 +9,14 @@ While layer *l* runs its backward, the gradients of layer *l* + 1 go to the host
 layer *l* - 1 come, all three **at once on one device**. The gradients have every bit of a run that
 keeps the whole model on the device.
 
+**When not to bother:** weights and gradients fit the device; or your steps have few tokens, so that
+the link to the host sets the pace. What whole steps cost is on :doc:`train_what_does_not_fit`.
+
 **Scope.** Layers that run one after the other, each a function of one tensor and of its weights: no
 dropout, no buffers, no frozen or shared weights, no hooks on them, one dtype, no autocast. One
 forward, one backward, one optimizer on the host; each rank by itself. ``StreamedStack`` raises for
 what is outside of that, when it is made or at the first call that shows it. The library streams
 models that you did not write, with all of these: :doc:`train_what_does_not_fit`.
-
-**When not to bother:** weights and gradients fit the device; or your steps have few tokens, so that
-the link to the host sets the pace. What whole steps cost is on :doc:`train_what_does_not_fit`.
 
 The loop is an ordinary one. ``stack`` is a ``StreamedStack(layers, device)``, and the optimizer, made
 after it, has ``stack.parameters()``:
@@ -90,8 +90,9 @@ ALIGNMENT = 256  # elements: where a weight may begin, as a CUDA allocator would
 # in another. ``parameter.data = view`` exchanges the memory of a parameter and keeps the object:
 # the optimizer that updates it updates the tensor that is copied.
 #
-# Code that exchanges that memory again, such as ``model.to(...)`` or ``load_state_dict(assign=True)``,
-# would leave the device with old weights, without an error. So each forward looks.
+# Code that exchanges that memory again, such as ``model.to(...)`` or
+# ``load_state_dict(assign=True)``, would leave the device with old weights, without an error. So
+# each forward checks for it.
 
 
 def problem_of(parameter: nn.Parameter) -> str:
@@ -147,7 +148,7 @@ class HostLayer:
 # --------------------------
 # A slot is memory on the device for the weights and the gradients of one layer, whichever has its
 # turn. Slots are allocated once and never freed, so no copy can outlive what it reads, and
-# ``record_stream`` is not needed. An event that was never recorded holds nobody.
+# ``record_stream`` is not needed. A wait for an event that was never recorded ends at once.
 #
 # .. list-table::
 #    :header-rows: 1
@@ -523,15 +524,15 @@ if __name__ == "__main__":
 #
 # Limits that are silent
 # ----------------------
-# * Weights that are changed between forward and backward, or by a layer in forward, with ``.data``, or
-#   by a fused optimizer of torch, are not noticed: neither counts as a change. Nor is Python's own
-#   ``random`` in a layer.
+# * If weights change between forward and backward, or inside a layer's forward, through ``.data``
+#   or a fused optimizer of torch, nothing notices: PyTorch does not count these changes. Nor is the
+#   use of Python's ``random`` in a layer noticed.
 #
 # Known limits
 # ------------
 # * ``torch.autograd.grad`` of an input fills ``grad`` of the weights, too.
-# * Ranks are not brought together: average ``grad`` of the ranks yourself, after backward. DDP and
-#   ``fully_shard`` do not see these gradients.
+# * Gradients are not averaged over ranks: do it yourself, after backward. DDP and ``fully_shard``
+#   do not see these gradients.
 # * Several devices of one host share its memory and sometimes its link: sharding the model over them
 #   may need no host at all.
 #

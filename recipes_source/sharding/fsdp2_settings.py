@@ -16,8 +16,8 @@ shows no gaps between the matmuls; else try three of them at once by ``tune``, a
    ``tune`` is this page's, ``use_peer_copies`` that of :doc:`peer_copies`; 100 % is a run that sends
    nothing.
 
-This page shows what each setting of ``fully_shard`` does: every gather of a training step under each
-setting, in its order with the compute, and how many units have their full weights at a time.
+This page shows, for each setting of ``fully_shard``, the order of all gathers and compute in a
+step, and how many units have their full weights at a time.
 
 **Scope.** Models whose units run in the same order each step, on every rank. All settings here but
 one change time and memory, and no result. The one:
@@ -26,8 +26,8 @@ one change time and memory, and no result. The one:
 
    **Does each rank use every parameter in every step?** Where an expert gets no tokens on one rank,
    FSDP2 adds gradients of *different* parameters, **without an error**, if they are of equal size.
-   ``model.set_reduce_scatter_unused_params(True)`` (PyTorch 2.13) is right:
-   `An expert without tokens`_.
+   ``model.set_reduce_scatter_unused_params(True)`` (PyTorch 2.13) corrects this: `An expert without
+   tokens`_.
 
 To try three settings at once, take this function, and those that it calls, and give it your units
 in forward's order. The file needs torch and NumPy.
@@ -272,10 +272,11 @@ def before_micro_batch(model: FSDPModule, is_last: bool) -> None:
 # %%
 # An expert without tokens
 # ------------------------
-# FSDP2 reduces those gradients of a unit that this rank *has*. Where ranks have those of different
-# parameters, the reduce-scatters of different parameters meet. If sizes differ, ranks die or hang.
-# **If sizes are equal, as experts' are, the sums are of different parameters, and nothing says so.**
-# With ``set_reduce_scatter_unused_params(True)`` a parameter without a gradient counts as zeros.
+# FSDP2 reduces those gradients of a unit that this rank *has*. If ranks have gradients of different
+# parameters, one reduce-scatter gets different parameters from different ranks. If sizes differ,
+# ranks die or hang. **If sizes are equal, as experts' are, the sums are of different parameters,
+# and nothing says so.** With ``set_reduce_scatter_unused_params(True)`` a parameter without a
+# gradient counts as zeros.
 
 
 class Experts(nn.Module):
@@ -510,8 +511,8 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. But for the experts, no result becomes wrong:
-# what is lost is a claim about gathers, bytes or memory, and the count says so.
+# Each edit was made and run when this page was built. Except for the experts, no result becomes
+# wrong: an edit breaks a claim about gathers, bytes or memory, and the counts show it.
 #
 # .. recipe-controls::
 #
@@ -531,7 +532,7 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # * A profile of the default shows no gaps between the matmuls: everything is hidden already.
-# * Communication that is longer than all compute is hidden by no order.
+# * No order can hide communication that takes longer than all compute.
 #
 # Known limits
 # ------------

@@ -4,8 +4,8 @@
 FSDP2 by peer copies
 ====================
 
-One call after ``fully_shard``, and the GPUs of a host copy weights and gradients from each other,
-straight to their place. Your loop stays as it is, and on two ranks every bit of it.
+After one call, the GPUs of a host copy weights and gradients directly between their memories. Your
+loop does not change. On two ranks every bit of the results is the same.
 
 .. result-gain:: fsdp_overlap
    :rows: fsdp2_in_place fsdp2
@@ -32,15 +32,15 @@ steps measure both ways and keep the faster. How sharded training works: :doc:`s
    use_peer_copies(model)  # after all settings of FSDP2; an error where it cannot
 
 Stock FSDP2 casts a unit's shards, copies them into a buffer, gathers with a kernel that takes
-compute cores (SMs), and copies the result out. Here one cast per gather and one sum per reduction
-are left, and copies by the GPU's copy engines, which take no cores.
+compute cores (SMs), and copies the result out. With peer copies, one cast per gather and one sum
+per reduction remain; copy engines do the rest, and take no cores.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * memory of the other ranks that a rank reads and writes without asking
-      * what FSDP2 calls when it gathers, and what stands there now
+      * how a rank reads and writes other ranks' memory directly
+      * what FSDP2 calls for a gather, and what replaces it
       * which two orderings and which barriers make it right
 
    .. grid-item-card:: What you need
@@ -208,8 +208,8 @@ def train(
 # FSDP2 keeps each full weight as the shards of all ranks, one after the other: ``p.own`` is this
 # rank's place. Casts go there, then comes the barrier, then the copies.
 #
-# One barrier a gather is enough. Others may still copy from a slot that a rank fills again. But in
-# between there was a gather into another slot, whose barrier each rank reached only after its
+# One barrier per gather is enough, also when a rank refills a slot from which others have copied.
+# In between there was a gather into another slot, and each rank reached its barrier only after its
 # copies from the first. If there was none, ``fill`` adds a barrier.
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
@@ -270,8 +270,8 @@ def train(
 #    :pyobject: PushedGradients.push
 #
 # One unit later, when the parts have arrived, the compute stream sums, in float32, and rounds once,
-# as FSDP2 does. Three such slots take turns: a push's barrier tells that what lies in the next slot
-# has been summed everywhere.
+# as FSDP2 does. Three such slots take turns: the barrier of a push ensures that all ranks have
+# summed the contents of the next slot.
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
 #    :language: python
@@ -386,8 +386,8 @@ if __name__ == "__main__":
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers;
 #   a unit that returns them is an error.
 # * All ranks run units in the same order, in an evaluation, too.
-# * From three ranks on, last bits depend on which way was kept: none is compared under
-#   ``torch.use_deterministic_algorithms(True)``.
+# * From three ranks on, last bits depend on which way was kept. Under
+#   ``torch.use_deterministic_algorithms(True)`` it is always peer copies.
 # * A gradient is in ``.grad`` one unit later. So an optimizer in backward steps a unit later.
 # * After an exception in backward, call ``zero_grad()`` before you go on.
 #

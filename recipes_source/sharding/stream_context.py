@@ -8,14 +8,14 @@ Each rank keeps some rows of every weight, gradient and optimizer state. The wei
 gathered while the layer before it computes, and are freed when the last kernel has read them. FSDP
 does the same; this file does it in plain PyTorch.
 
+**When not to bother:** you want to train, not to look inside. ``fully_shard`` uses the same idea
+and handles many more cases; :doc:`peer_copies` makes it faster.
+
 **Scope.** A model of layers ("units") that run once each, in one order, in every forward and on
 every rank. Each unit returns one tensor, and the loss uses nothing else of it. Each parameter is
 trained, belongs to one unit, has no hooks, and gets a gradient in every backward on every rank. Weights change
 between steps. The model fits on one device before it is sharded, and computes in the dtype of its
 weights. No unit is recomputed in backward. Anything else raises, except what `Known limits`_ lists.
-
-**When not to bother:** you want to train, not to look inside. ``fully_shard`` stands on the same
-idea and has met years of corner cases; :doc:`peer_copies` makes it faster.
 
 .. result-gain:: fsdp_overlap
    :rows: delayed_release fsdp2
@@ -697,7 +697,7 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # * The whole state fits on each device: data parallelism moves less.
-# * The model has many small parameters: each needs a collective. Or the device waits for the host.
+# * The model has many small parameters: each needs a collective, and the device waits for the host.
 #
 # Known limits
 # ------------
