@@ -32,10 +32,10 @@ This is the loop, with ``get_state_dict`` of ``torch.distributed.checkpoint.stat
 .. literalinclude:: async_save.py
    :pyobject: train
 
-Copy ``AsyncCheckpoints``, the first block of code below. It needs torch alone. Two more parts are
-in ``_checks.py``: ``NamedWhenComplete`` and ``SameOnAllRanks``. ``AsyncCheckpoints`` works without
-them. But then a killed save leaves a directory that looks like a complete checkpoint, and nothing
-compares the ranks.
+Copy ``AsyncCheckpoints``, the first block of code below. It needs only torch and NumPy. Two more
+parts are in ``_checks.py``: ``NamedWhenComplete`` and ``SameOnAllRanks``. ``AsyncCheckpoints``
+works without them. But then a killed save leaves a directory that looks like a complete checkpoint,
+and nothing compares the ranks.
 
 .. grid:: 1 1 2 2
 

@@ -31,7 +31,7 @@ This is the loop:
 .. literalinclude:: default_stager.py
    :pyobject: train
 
-Copy ``OverlappedStager``, the first block of code below. It needs torch alone. Pass it to
+Copy ``OverlappedStager``, the first block of code below. It needs only torch and NumPy. Pass it to
 ``AsyncCheckpoints`` of :doc:`async_save`, which does the rest: it makes a process group for saves
 alone, keeps one save in flight, and waits for the last one.
 
@@ -326,11 +326,10 @@ if __name__ == "__main__":
 #
 # .. timeline:: checkpoint_stall pinned default_stager_2.13 overlapped_stager overlapped_writer
 #
-# **Every second to fourth save costs much more**, with all DCP stagers: a save makes so many
-# objects that Python's garbage collector searches all objects of the process. Call
-# ``gc.freeze()`` once, when model and optimizer are there, as ``overlapped_stager_frozen`` does:
-# the collector then skips them. It never frees them either, so do not call it where models come
-# and go.
+# **Every second to fourth save costs much more**, with all DCP stagers: a save makes many objects,
+# so Python's garbage collector searches the whole process. Call ``gc.freeze()`` once, when model
+# and optimizer are there, as ``overlapped_stager_frozen`` does: the collector then skips them. It
+# never frees them either, so do not call it where models come and go.
 #
 # Does it pay? The copy takes *bytes of a rank's state over the rate of its link*. It is hidden if forward
 # and backward take longer. At 12 bytes a parameter and 50 GB/s, a billion parameters a rank take 0.24 s.

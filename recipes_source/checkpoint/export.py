@@ -145,10 +145,10 @@ except ImportError as error:
 #
 # During training
 # ---------------
-# Staging and the thread are those of :doc:`saves_beside_training`. The weights are copied during the next
-# step and written aside. The directory gets its name when all ranks have written. If a restarted
-# run comes to the same step again, the new export takes the place of the old one. Other files that
-# lie there stay.
+# Staging and the thread are those of :doc:`saves_beside_training`. The weights are copied during
+# the next step and written to a temporary directory, which gets its final name when all ranks have
+# written. If a restarted run comes to the same step again, the new export takes the place of the
+# old one. Other files that lie there stay.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/export.py
 #    :language: python

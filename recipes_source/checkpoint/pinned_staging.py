@@ -29,7 +29,7 @@ This is the loop:
 .. literalinclude:: pinned_staging.py
    :pyobject: train
 
-Copy ``PinnedStager``, the first block of code below. It needs torch alone. Pass it to
+Copy ``PinnedStager``, the first block of code below. It needs only torch and NumPy. Pass it to
 ``AsyncCheckpoints`` of :doc:`async_save`, which does the rest: it makes a process group for saves
 alone, keeps one save in flight, and waits for the last one.
 

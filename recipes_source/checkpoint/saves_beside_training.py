@@ -24,7 +24,7 @@ if nothing had happened: same losses, same bits.
 
 **When not to bother:** your run is short enough to start again, or its state is a few megabytes. To
 learn how such saves work, read :doc:`async_save`, :doc:`pinned_staging` and :doc:`default_stager`
-first: each is one file of torch alone.
+first: each is one file without this library.
 
 .. code-block:: python
 
@@ -55,7 +55,7 @@ its folder ``overlap_recipes``. It needs torch and NumPy.
 
    .. grid-item-card:: What you learn
 
-      * what has to come back for a resumed job to be the same job
+      * what a resumed job needs to continue exactly
       * which two orderings let a copy run during training
       * how to keep, check and delete checkpoints, and to leave before SIGKILL
 

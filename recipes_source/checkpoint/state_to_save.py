@@ -20,8 +20,8 @@ The test of a save, in three lines (the functions are below):
 .. literalinclude:: state_to_save.py
    :pyobject: save_and_compare
 
-The file needs torch alone. Copy it, keep ``AppState`` and the functions around it, and put your
-model in place of ours.
+The file needs only torch and NumPy. Copy it, keep ``AppState`` and the functions around it, and put
+your model in place of ours.
 
 .. grid:: 1 1 2 2
 

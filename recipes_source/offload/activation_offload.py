@@ -37,7 +37,8 @@ The file needs torch alone. Copy it down to ``HostActivations``.
    .. grid-item-card:: What you learn
 
       * ``saved_tensors_hooks`` with a stream for each direction and a bound on device memory
-      * to free a tensor whose copy is in flight, with no ``record_stream`` and no wait of the host
+      * how to free a tensor whose copy is in flight, without ``record_stream`` and without a wait
+        of the host
       * what is not worth a copy, and what must not be copied
 
    .. grid-item-card:: What you need

@@ -96,8 +96,8 @@ gradients differs, and returns False if only the order of sums does.
 
    .. grid-item-card:: What you learn
 
-      * to replace a layer's forward, and nothing else of the model
-      * to clip by the norm of all gradients while the training thread goes on
+      * how to replace a layer's forward, and nothing else
+      * how to clip by the norm of all gradients without a wait
       * why the host updates the lowest layer first
 
    .. grid-item-card:: What you need
@@ -412,14 +412,14 @@ if __name__ == "__main__":
 #
 # Limits that can be silent
 # -------------------------
-# The worst stands at the top of this page. The others:
+# The worst is in the warning at the top. The others:
 #
 # * Code that reads weights after a step (an average of weights, a logged norm) gets old ones
 #   unless it calls ``streamed.wait()``. ``state_dict()`` waits.
 # * Code that changes weights must call it, too, and ``optimizer.reload()`` afterwards.
 #   ``load_state_dict()`` does both.
 # * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
-#   not ``None``: Adam still updates its moments and decays it.
+#   not ``None``: Adam still updates its moments and applies weight decay.
 # * bfloat16 sums are rounded after each micro-batch, as ``parameter.grad`` always is;
 #   ``gradient_dtype=torch.float32`` avoids this.
 # * Backward runs a layer again. Globals, closures and objects outside modules must not change

@@ -40,9 +40,9 @@ in forward's order. The file needs torch and NumPy.
    .. grid-item-card:: What you learn
 
       * what each setting moves, and how many full units it keeps
-      * an evaluation between steps costs a gather in the next backward, and what prevents it
+      * why an evaluation between steps costs a gather in the next backward, and what prevents it
       * what gradient accumulation gathers and reduces, and how to have less of it
-      * which setting a mixture of experts must not go without
+      * which setting a mixture of experts needs
 
    .. grid-item-card:: What you need
 
@@ -53,9 +53,9 @@ in forward's order. The file needs torch and NumPy.
 The idea
 --------
 
-A gather is hidden if it is queued before the compute that hides it. While it is early, it
-costs one more full unit in memory. Every setting trades memory for time. By default, forward queues
-the gather of a unit when the host comes to that unit, and backward one unit ahead; the last unit is
+A gather can be hidden if it is queued before the compute that runs meanwhile. An early gather keeps
+one more full unit in memory. Every setting trades memory for time. By default, forward queues the
+gather of a unit when the host comes to that unit, and backward one unit ahead; the last unit is
 gathered again at the turn-around, where nothing hides it:
 
 .. lanes:: Schematic. Below, units 1 and 2 are kept over the turn-around and gathers are queued earlier.
@@ -201,7 +201,8 @@ def keep(units: Sequence[FSDPModule]) -> None:
 # **Prefetch.** With a list, a unit's forward queues the gathers of the next ones first. Backward
 # prefetches one unit by default, in the reverse of the order in which the units ran *since the last
 # backward*. Forwards of an evaluation count as well, so that the first unit then prefetches a unit
-# that no one will use. A list of its own, if only of itself, prevents it.
+# that no one will use. An explicit list for each unit prevents this, even if the unit itself is all
+# that it has.
 
 
 def prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
@@ -525,9 +526,10 @@ if __name__ == "__main__":
 #
 #    \max(k,\; a + 1) \; U \quad (+\, U \text{ while a unit is copied out of its gather's buffer})
 #
-# **Micro-batches.** With ``set_requires_gradient_sync(False)`` in all but the last, **each rank holds
-# the whole model's gradients**, 4 bytes a parameter in float32; else its shards', with HSDP's
-# ``set_requires_all_reduce(False)``, too. By peer copies (:doc:`peer_copies`) it is the same.
+# **Micro-batches.** With ``set_requires_gradient_sync(False)`` in all but the last, **each rank
+# holds the whole model's gradients**, 4 bytes a parameter in float32; otherwise only those of its
+# shards, also with HSDP's ``set_requires_all_reduce(False)``. By peer copies (:doc:`peer_copies`)
+# it is the same.
 #
 # When it is not worth it
 # -----------------------
@@ -536,9 +538,9 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * **Before PyTorch 2.13 nothing helps an expert without tokens** but a gradient for each parameter:
-#   in its unit's forward, add zero times its sum to the result. Outside of the unit, the sum is its
-#   shard's, and does not help.
+# * **Before PyTorch 2.13 nothing helps an expert without tokens** but a gradient for each
+#   parameter: in its unit's forward, add zero times its sum to the result. Outside of the unit the
+#   parameter is a shard, and this does not help.
 # * Without synchronisation between micro-batches, before PyTorch 2.15, a weight first used in the
 #   last one is an error in bfloat16: its gradient meets float32 sums. The zeros of
 #   ``set_reduce_scatter_unused_params(True)`` raise the same error.

@@ -56,8 +56,8 @@ The idea
 --------
 
 Full weights lie in memory that all ranks read. Each rank casts its own shards to their place in the
-full weights. A barrier tells that all have done so, and each rank copies the other shards from their
-places.
+full weights. A barrier ensures that all have done so, and each rank copies the other shards from
+their places.
 
 Such memory is slow to set up, for all ranks must exchange its addresses. So it stays, and units
 take turns: a few **slots** serve any number of equal layers.
@@ -247,10 +247,10 @@ def train(
 #      - wait for the last reduction
 #      - sum the last unit
 #
-# Two orderings make a gather right. The stream of gathers waits for what the compute has queued: the
-# update of the shards, and the last use of the slot. And the compute waits for the copies. Weights
-# are read at each gather, so between two steps a load or a swapped average needs no hook. What the
-# last units of a training forward gathered is kept for the backward that follows, and no other.
+# Two orderings make a gather right. The stream of gathers waits for what the compute has queued:
+# the update of the shards, and the last use of the slot. And the compute waits for the copies.
+# Weights are read at each gather, so between two steps a load or a swapped average needs no hook.
+# What the last units gather in a training forward is kept only for the backward that follows.
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_gather.py
 #    :language: python
@@ -381,8 +381,9 @@ if __name__ == "__main__":
 # Limits that can be silent
 # -------------------------
 # * Weights changed between a gather and its use (inside a forward, before its backward, after
-#   ``begin_next_forward()``) in a way that PyTorch does not count (``.data``, ``dcp.load``, collectives):
-#   a sample is compared, and the next forward raises. A few changed elements can pass.
+#   ``begin_next_forward()``) in a way that PyTorch does not count (``.data``, ``dcp.load``,
+#   collectives): only a sample is compared. If it differs, the next forward raises; a few changed
+#   elements can pass.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers;
 #   a unit that returns them is an error.
 # * All ranks run units in the same order, in an evaluation, too.
