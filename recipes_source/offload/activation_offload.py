@@ -81,10 +81,10 @@ SMALLEST = 1 << 20  # bytes; a smaller tensor costs more to launch than its copy
 # %%
 # The unit is a storage
 # ---------------------
-# Autograd saves tensors, memory is held by *storages*: three views of one projection are three
-# saved tensors and one storage. So storages are copied, as plain bytes, each once while it leaves.
-# A handle remembers its view, strides included, so that backward runs the kernels that it would
-# have run.
+# Autograd saves tensors, but memory belongs to *storages*: three views of one projection are three
+# saved tensors and one storage. So storages are copied, as plain bytes, and not again while a copy
+# is under way. A handle remembers its view, strides included, so that backward runs the same
+# kernels as without hooks.
 #
 # Without hooks, autograd raises where backward reads a saved tensor that was changed in place: it
 # compares ``_version``, which counts changes. With hooks it cannot, so ``unpack`` does.
@@ -157,14 +157,14 @@ def stays(tensor: torch.Tensor, base: torch.Tensor, device: torch.device) -> boo
 #
 # 1. **To the host, after compute**: the copy waits until the tensor is written.
 # 2. ``stored``: before the last reference to a source is dropped, **compute** waits until it has
-#    been copied; whatever is allocated in its memory next is written after the copy. The program
-#    chooses when: as soon as more than ``window`` bytes are on their way.
+#    been copied; whatever is allocated in its memory next is written after the copy. This happens
+#    as soon as more than ``window`` bytes are on their way.
 # 3. **Back, after compute**: memory for a storage that comes back is allocated on compute, so the
 #    copy waits for what compute was still doing with it. By edge 2, this is after the copy to the
 #    host as well.
 # 4. ``loaded``: compute waits for the copy back, right before it reads.
-# 5. Memory of a copy back that nobody has read, for a part of the graph that had no backward, is
-#    given up at the next forward or with the object, when compute has waited for it.
+# 5. If a part of the graph gets no backward, nobody reads its copy back. That memory is freed at
+#    the next forward, or with the object, after compute has waited for the copy.
 #
 # The host waits for nothing. Edge 2 makes the *device* wait where the link is slower than forward:
 # this is what keeps its memory bounded.

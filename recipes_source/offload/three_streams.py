@@ -91,8 +91,8 @@ blocked device starts no kernel.
 # *stream* ``a`` wait, on the device. Read the loop as three programs, one for each stream, that run
 # at the same time and wait only for events.
 #
-# Slots are never freed, so they need no ``record_stream``. With it, memory comes back when the
-# allocator next asks, and a host that runs ahead allocates all its chunks before that.
+# Slots are never freed, so they need no ``record_stream``. With it, the allocator gets memory back
+# only when it checks for it, and a host that runs ahead allocates all its chunks before that.
 #
 # Two mistakes would make this wrong or slow without an error, so they are refused. Streams and
 # events belong to the device that is **current** when they are made: work on another device would
@@ -189,8 +189,8 @@ def problem_of(host: torch.Tensor, weight: torch.Tensor) -> str:
 # The way everybody begins, and the proof
 # ---------------------------------------
 # One stream, and copies that are written as part of the computation. The result of a non-blocking
-# copy to the host is there when the *device* has come that far. Python does not know: reading
-# ``result`` right after this function returns garbage, without an error.
+# copy to the host is complete only when the *device* has run the copy. Python does not wait for it:
+# if you read ``result`` right after this function returns, you get garbage, without an error.
 #
 # The results must be those of one stream, bit by bit, three times. On a GPU, events with a clock
 # time both ways, both from pinned memory: only the number of streams differs.
@@ -326,7 +326,7 @@ if __name__ == "__main__":
 # * Small chunks: a copy costs its launch. Pack several tensors into one.
 # * The pipeline pins nothing by itself: pinning takes longer than copying, so do it once.
 # * Where the device reads all host memory by itself (NVIDIA Grace Hopper), pageable memory behaves
-#   in another way.
+#   differently.
 #
 # Further reading
 # ---------------

@@ -24,8 +24,8 @@ after it, has ``stack.parameters()``:
 .. literalinclude:: weight_streaming.py
    :pyobject: train_step
 
-The file needs torch alone. Copy it down to ``StreamedStack``. An embedding and a head can stay on the
-device, before and after the stack.
+The file needs only torch. Copy it down to ``StreamedStack``. An embedding and a head can stay on
+the device, before and after the stack.
 
 .. grid:: 1 1 2 2
 
@@ -195,11 +195,12 @@ class Slot:
 # Read ``forward_of`` and ``backward_of`` first: each queues one layer's turn, on three streams. A
 # layer runs in the same way both times, with autograd on, so that the same kernels are chosen.
 #
-# The *host* waits twice: at the end of a forward for the last load, and at the end of a backward for
-# the last store. By then all copies are done, so the optimizer may change the weights, and reads
-# gradients that have arrived: nobody can forget a wait. Neither leaves the device idle: when forward
-# returns, two layers are still to run, and an optimizer on the host has nothing to begin with before
-# the gradients are there. (The library updates layer by layer, so its host waits nowhere.)
+# The *host* waits twice: at the end of a forward for the last load, and at the end of a backward
+# for the last store. By then all copies are done, so the optimizer may change the weights, and
+# reads gradients that have arrived: you cannot forget a wait. Neither leaves the device idle: when
+# forward returns, two layers are still to run, and an optimizer on the host has nothing to begin
+# with before the gradients are there. (The library updates layer by layer, so its host waits
+# nowhere.)
 
 
 def refuse(_) -> None:

@@ -280,8 +280,8 @@ def train(
 # Run it, and prove it
 # --------------------
 # The same job trains under stock FSDP2 and by peer copies. Every loss, every norm and every weight
-# at the end must have the same bits. Three ranks add in another order than NCCL or gloo: there they
-# must be close. (Tests do so with dozens of programs.)
+# at the end must have the same bits. From three ranks on, sums are added in another order than by
+# NCCL or gloo: there they must be close. (Tests do so with dozens of programs.)
 
 
 def nothing() -> None:

@@ -27,7 +27,7 @@ This is the loop:
 .. literalinclude:: stream_context.py
    :pyobject: train_sharded
 
-The file needs torch alone. Copy it, and take its first half: down to ``FsdpContext``.
+The file needs only torch. Copy its first half, down to ``FsdpContext``.
 
 .. grid:: 1 1 2 2
 
@@ -497,8 +497,9 @@ class FsdpContext:
 # --------------------
 # In the sharded run each rank sees its own samples. It begins with weights of its own, and the
 # context replaces them by those of rank 0. In the unsharded run every rank sees all samples. On one
-# and two ranks they agree in **every bit** of gradients and weights, because two numbers have
-# one sum. From three ranks on the collective chooses the order of the sum, and rounding is allowed.
+# and two ranks they agree in **every bit** of gradients and weights, because the sum of two numbers
+# has no order. From three ranks on the collective chooses the order of the sum, and rounding is
+# allowed.
 
 WIDTH = 64  # features
 HIDDEN = 509
