@@ -155,14 +155,15 @@ def load_newest(
 ) -> int | None:
     """Load the newest checkpoint that is as it was saved, or that of ``step``; all ranks call it.
 
-    A newer one that turns out to be damaged while it is read is set aside, but the last stays: a
-    job that is started again would begin again otherwise.
+    Those that are newer are set aside when it is loaded: a load that is refused hides none. One
+    that turns out to be damaged while it is read is set aside, too, but the last stays: a job that
+    is started again would begin again otherwise.
 
     Returns:
         Its step, the same on all ranks; None if there is none.
     """
     while True:
-        chosen = choose(store, step)
+        chosen, newer = choose(store, step)
         if chosen is None:
             return None
         try:
@@ -176,16 +177,16 @@ def load_newest(
             if not _has_older(store, chosen):
                 raise _nothing_older(name_of(chosen), damage) from error
         else:
+            on_first_rank(partial(_set_newer_aside, store, chosen, newer))
             return chosen
         LOG.error("%s is damaged, an older one is loaded: %s", name_of(chosen), damage)
         on_first_rank(partial(store.set_aside, chosen, "set-aside"))
 
 
-def choose(store: Store, step: int | None = None) -> int | None:
-    """The step to resume from, the same on all ranks; None if there is no checkpoint.
+def choose(store: Store, step: int | None) -> tuple[int | None, list[int] | None]:
+    """The step to resume from, None if there is no checkpoint; and those that are newer, if known.
 
-    Names and sizes are looked at; the load checks the bytes that it reads. Newer ones are set
-    aside.
+    The same on all ranks. Names and sizes are looked at; the load checks the bytes that it reads.
 
     Raises:
         RuntimeError: the store cannot be read; a rank does not see this checkpoint, or sees another
@@ -194,12 +195,11 @@ def choose(store: Store, step: int | None = None) -> int | None:
     """
     chosen, newer, sizes = on_first_rank(partial(_look, store, step))
     if chosen is None:
-        return None
+        return None, None
     wrong_by_rank = on_all_ranks(partial(_seen_wrong, store, chosen, sizes))
     if any(wrong_by_rank):
         raise RuntimeError(f"step {chosen} is not whole, by rank: {dict(enumerate(wrong_by_rank))}")
-    on_first_rank(partial(_set_newer_aside, store, chosen, newer))
-    return chosen
+    return chosen, newer
 
 
 def _look(store: Store, step: int | None) -> tuple[int | None, list[int] | None, str | None]:
