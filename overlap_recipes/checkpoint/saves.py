@@ -210,10 +210,10 @@ class Saves:
         lost = self.calling.lost or self.writing.talk.lost
         if lost is not None:
             raise RuntimeError(
-                f"the ranks have lost each other: one has died, or came to a save more than "
-                f"{self.calling.deadline} after the others. No later save can succeed: end the "
-                f"job, and resume from its latest checkpoint; if a rank may come that late, give "
-                f"init_process_group a longer timeout"
+                f"the ranks have lost each other ({lost}): one has died, or came to a save more "
+                f"than {self.calling.deadline} after the others. No later save can succeed: end "
+                f"the job, and resume from its latest checkpoint; if a rank may come that late, "
+                f"give init_process_group a longer timeout"
             ) from lost
 
     def wait_for_preparation(self) -> None:

@@ -24,8 +24,9 @@ class FailedOnRanks(RuntimeError):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Of a call on one rank: what it has returned, or what failed."""
+    """Of a call on one rank: what was called, what it has returned, or what failed."""
 
+    work: str
     result: object = None
     failures: tuple[str, ...] = ()
 
@@ -39,7 +40,7 @@ class Talk:
         rank, ranks: this rank's number, and how many there are.
         deadline: how long ranks wait for each other.
         group: that it goes by; None without a process group.
-        lost: what has ended it: a rank has died, or came too late.
+        lost: what has ended it: a rank has died, came too late, or has called something else.
         is_told: the latest exchange has told all ranks of a failure.
     """
 
@@ -48,7 +49,7 @@ class Talk:
         self.ranks = 1
         self.deadline = LEAST_WAIT
         self.group: dist.ProcessGroup | None = None
-        self.lost: Exception | None = None
+        self.lost: BaseException | None = None
         self.is_told = False
         if dist.is_initialized():
             self.rank = dist.get_rank()
@@ -66,19 +67,15 @@ class Talk:
         self.is_told = False
         error = None
         try:
-            own = _Outcome(result=work(*args))
+            own = _Outcome(_name_of(work), result=work(*args))
         except BaseException as failure:
             if self.is_told and isinstance(failure, FailedOnRanks):
                 raise
             error = failure
-            own = _Outcome(failures=self._told(failure))
+            own = _Outcome(_name_of(work), failures=self._told(failure))
         outcomes = [own]
         if self.group is not None:
-            try:
-                outcomes = on_all_ranks(lambda: own, self.group)
-            except Exception as failure:  # of the exchange: the work has ended
-                self.lost = failure
-                raise
+            outcomes = self._exchanged(own)
         failures: dict[str, None] = {}  # each once, in order
         for outcome in outcomes:
             failures.update(dict.fromkeys(outcome.failures))
@@ -86,6 +83,20 @@ class Talk:
             self.is_told = True
             raise FailedOnRanks(list(failures)) from error
         return [outcome.result for outcome in outcomes]
+
+    def _exchanged(self, own: _Outcome) -> list[_Outcome]:
+        """The outcomes on all ranks; after an exchange that was none there is no other."""
+        if self.lost is not None:
+            raise RuntimeError(f"lost each other before: {self.lost}") from self.lost
+        try:
+            outcomes = on_all_ranks(lambda: own, self.group)
+            called = [outcome.work for outcome in outcomes if not outcome.failures]
+            if len(set(called)) > 1:
+                raise RuntimeError(f"each rank answers to another call: {', '.join(called)}")
+        except BaseException as failure:  # an interrupt, too, leaves half an exchange
+            self.lost = failure
+            raise
+        return outcomes
 
     def _told(self, failure: BaseException) -> tuple[str, ...]:
         if isinstance(failure, FailedOnRanks):  # of a call within this one: it tells of all ranks
@@ -107,3 +118,8 @@ class Talk:
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
+
+
+def _name_of(work: Callable) -> str:
+    called = getattr(work, "func", work)  # of a partial
+    return getattr(called, "__qualname__", "")

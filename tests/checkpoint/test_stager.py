@@ -24,6 +24,7 @@ TWO_RANKS = (
     "a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong",
     "an_upload_that_outlives_its_group_has_no_name",
     "a_tensor_of_other_ranks_is_left_to_them",
+    "ranks_that_answer_to_other_calls_are_told",
 )
 ONE_RANK = (
     "a_buffer_is_not_filled_while_it_is_written",

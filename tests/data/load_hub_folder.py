@@ -20,10 +20,7 @@ CONFIGS = {
     "qwen3 tied": Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=True),
     "mixtral": MixtralConfig(**SIZES, **HEADS, **EXPERTS),
 }
-CASES = [  # a model, the dtype of its folder, the dimension along which matrices are cut
-    ("qwen3 tied", torch.float32, 0),
-    ("mixtral", torch.bfloat16, 1),
-]
+CASES = [("qwen3 tied", torch.float32, 0), ("mixtral", torch.bfloat16, 1)]
 
 
 def on_meta(config: PreTrainedConfig, by: int = 0) -> torch.nn.Module:

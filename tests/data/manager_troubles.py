@@ -31,12 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa
 from torch.distributed.tensor import DTensor, Replicate  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from overlap_recipes.checkpoint import (  # noqa: E402
-    CheckpointManager,
-    TrainingState,
-    load,
-    talk,
-)
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState, load, talk  # noqa: E402
 from overlap_recipes.checkpoint.kept import Checkpoint  # noqa: E402
 from overlap_recipes.checkpoint.stores.directory import Directory  # noqa: E402
 from overlap_recipes.checkpoint.stores.objects import Objects  # noqa: E402

@@ -26,9 +26,7 @@ from overlap_recipes.checkpoint.copies import PinnedArena  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
 from overlap_recipes.checkpoint.talk import Talk  # noqa: E402
 from overlap_recipes.checkpoint.writer import FileWriter  # noqa: E402
-from overlap_recipes.checkpoint.writing import (  # noqa: E402
-    Target,  # noqa: E402
-)
+from overlap_recipes.checkpoint.writing import Target  # noqa: E402
 
 basic.WIDTH, basic.HIDDEN = 16, 64
 
@@ -83,12 +81,16 @@ class Run:
 
 
 def an_older_checkpoint_of_the_name_is_replaced_whole(root: Path, device: torch.device) -> None:
-    for seed in (0, 1):
+    for seed in (0, 1, 2):
         run = Run(root, device, seed)
         with Saves(device, run.app.model.buffers()) as saves:
             run.step_and_save(saves)
         run.right()
-    assert sorted(path.name for path in root.iterdir()) == ["step1"]
+        dist.barrier()
+        if seed == 0 and dist.get_rank() == 0:
+            (root / "step1").rename(root / "first")
+            (root / "step1").symlink_to(root / "first")  # the link is replaced, not what it names
+    assert sorted(path.name for path in root.iterdir()) == ["first", "step1"]
 
 
 def a_rank_that_cannot_stage_is_told_to_all(root: Path, device: torch.device) -> None:
@@ -369,6 +371,13 @@ def a_tensor_of_other_ranks_is_left_to_them(root: Path, device: torch.device) ->
         expected = whole * step if dist.get_rank() == 0 else whole[:0]
         assert torch.equal(found["mine"].to_local(), expected), step
         assert torch.equal(found["all"], whole * step), step
+
+
+def ranks_that_answer_to_other_calls_are_told(root: Path, device: torch.device) -> None:
+    call = (int, str)[dist.get_rank()]  # as where one has prepared, whose optimizer alone stepped
+    one = Talk()
+    for words in ("each rank answers to another call: int, str", "lost each other before"):
+        assert words in str(raised(lambda: one.together(call)))
 
 
 if __name__ == "__main__":
