@@ -31,13 +31,9 @@ from overlap_recipes.checkpoint.__main__ import main as command
 SOURCE = Path(__file__).parents[1] / "recipes_source"
 ALWAYS = "checkpoint", "trainers"  # folders whose pages all begin with lines to paste
 
-ELSEWHERE = {  # pages whose first block another test runs
-    "train_what_does_not_fit": "tests/offload/test_pasted_blocks.py",
-}
+ELSEWHERE = {"train_what_does_not_fit": "tests/offload/test_pasted_blocks.py"}
 INSTEAD = {
-    "torchtitan_fsdp2": {  # torchtitan's own models need Triton
-        "from torchtitan.models.llama3 import model_registry\n": "",
-    },
+    "torchtitan_fsdp2": {"from torchtitan.models.llama3 import model_registry\n": ""},
     "lightning_strategy": {"Trainer(strategy": 'Trainer(accelerator="cpu", strategy'},
     "transformers_trainer": {  # accelerate shards on accelerators alone
         "trainer = OverlappedTrainer(": "trainer = TrainerOnAnyDevice(",

@@ -7,13 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from selection import (
-    RECIPES,
-    REPO,
-    proofs_under_test,
-    ranks_under_test,
-    recipes_under_test,
-)
+from selection import RECIPES, REPO, proofs_under_test, ranks_under_test, recipes_under_test
 
 from rankproof.bundles import write_bundle
 from rankproof.kept import KeptRun
@@ -23,9 +17,7 @@ from rankproof.run import Report, run
 MOST_RANKS = 3
 HELD = "hold_write"
 OF_PAGES = {"test_plain_python_runs_one_rank"}  # what a reader does; a proof has no reader
-NOT_COMPARED = {  # of what these save, the harness does not compare all: they prove it themselves
-    "export": r"\w+: written by SafetensorsWriter, not loaded back",
-}
+NOT_COMPARED = {"export": r"\w+: written by SafetensorsWriter, not loaded back"}
 LEDGER = REPO / "tests" / "controls" / "ledger" / "names.toml"
 
 

@@ -14,7 +14,7 @@ import pickle
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -421,7 +421,11 @@ class CheckedFiles(FileSystem):
 
 
 def files_in(directory: Path) -> Files:
-    sizes = {path.name: path.stat().st_size for path in directory.glob("*") if path.is_file()}
+    sizes = {}
+    with suppress(FileNotFoundError):  # and no other error: what cannot be listed may be whole
+        for path in directory.iterdir():
+            if path.is_file():
+                sizes[path.name] = path.stat().st_size
     return Files(str(directory), sizes, lambda name: OpenFile(directory / name))
 
 

@@ -220,9 +220,9 @@ class Writing:
             )
             job.done.set_result(target.name)
         except BaseException as failure:  # CheckpointException is no Exception
-            if job.may_be_dropped:
-                target.abort()
             LOG.error("no checkpoint in %s: %s", target.name, failure)
+            if job.may_be_dropped:
+                drop(target)
             if not job.compared.done():
                 job.compared.set_result(None)
             self.failures.append(failure)
@@ -296,6 +296,14 @@ def garbage_collection_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def drop(target: Target) -> None:
+    """Abort ``target``; if that fails, the thread that writes still ends this save."""
+    try:
+        target.abort()
+    except Exception as error:
+        LOG.error("%s is left unfinished: %s", target.name, error)
 
 
 def staged(state: object, tensors: list[torch.Tensor], hosts: list[torch.Tensor]) -> object:

@@ -365,9 +365,7 @@ def test_a_loader_that_the_loop_makes_anew_is_told_of(
                     assert ("since the last save, and taken no" in caplog.text) == (step > 6)
 
 
-def test_a_sampler_whose_order_is_in_no_state_is_refused_at_the_first_save(
-    tmp_path: Path,
-) -> None:
+def test_a_sampler_whose_order_is_in_no_state_is_refused_at_the_first_save(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="AtOnce draws in iter.*in no state"):
         run(tmp_path, lambda: loader(sampler=AtOnce()), 2, 1, seed=0)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -238,7 +239,13 @@ def test_a_rank_that_does_not_see_what_rank_0_has_made_writes_nothing(tmp_path: 
         assert again != place, "a rank of an earlier job could still write to it"
 
 
-def test_a_root_is_free_again_when_its_job_has_ended(place: Place) -> None:
+def test_a_root_is_free_again_when_its_job_has_ended_which_commits_no_more(place: Place) -> None:
+    store = store_of(place.root)
+    store.open()
+    attempt = store.begin(3, 0)
+    store.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        store.commit(3, attempt, {})
     for step in (1, 2, 3):
         place.save(step)
     assert place.resumed() == 3
@@ -315,6 +322,17 @@ def test_a_job_does_not_begin_anew_because_its_only_commit_is_torn(place: Place)
     assert steps_in(place.root) == [2]
 
 
+def test_what_cannot_be_listed_is_not_taken_for_empty(place: Place) -> None:
+    place.save(1, 2)
+    denied = mock.Mock(side_effect=PermissionError("denied"))
+    with mock.patch.multiple(os, listdir=denied, scandir=denied):
+        with pytest.raises(RuntimeError, match="cannot resume from .*denied"):
+            place.resumed()
+        if place.kind == "directory":
+            with pytest.raises(PermissionError):
+                store_of(place.root).wrong(2)
+
+
 def test_a_step_below_a_newer_one_is_refused_and_not_saved_to_be_deleted(place: Place) -> None:
     place.save(8)
     before = sorted(path.name for path in place.path.iterdir() if path.is_dir())
@@ -373,6 +391,13 @@ def test_a_save_that_fails_leaves_nothing_and_costs_no_other(place: Place) -> No
         saves.save(state_of(3), 3).result()
     assert "no more" in str(failed) and len(folders) == 1, folders
     assert place.resumed() == 3 and steps_in(place.root) == [3, 1]
+
+
+def test_a_save_ends_though_nothing_can_be_written_or_deleted(place: Place) -> None:
+    with place.saves() as saves:
+        saves.store.create = saves.store.drop = None
+        assert "rank 0: TypeError" in str(saves.save(state_of(1), 1).exception(30))
+        saves.latest = None
 
 
 # -- killed

@@ -32,12 +32,7 @@ POINTS = (
     "pointer",
     "deletion",
 )
-STAGERS = (
-    "checkpoint/copies.py",
-    "staging.py",
-    "_state_dict_stager.py",
-    "_state_dict_utils.py",
-)
+STAGERS = ("checkpoint/copies.py", "staging.py", "_state_dict_stager.py", "_state_dict_utils.py")
 
 
 SLOW_WRITE_S = 0.001

@@ -98,15 +98,7 @@ Recipes
    recipes/*/index
 """
 
-PARTS = (
-    "conf.py",
-    "pyproject.toml",
-    "_ext",
-    "_static",
-    "_templates",
-    "benchmarks",
-    "harness",
-)
+PARTS = ("conf.py", "pyproject.toml", "_ext", "_static", "_templates", "benchmarks", "harness")
 
 
 class Site:

@@ -151,7 +151,14 @@ class Directory:
     def steps(self) -> list[int]:
         if self.lease is not None:
             self.refuse_if_taken()
-        return steps_of(path.name for path in self.root.glob("step*"))
+        return steps_of(self.names())
+
+    def names(self) -> list[str]:
+        """Of all that lies right below the root; a root that cannot be listed is not empty."""
+        try:
+            return os.listdir(self.root)
+        except FileNotFoundError:
+            return []
 
     def refuse_if_taken(self) -> None:
         """Raise if the file that this job has locked is no longer the one in the root."""
@@ -195,8 +202,7 @@ class Directory:
         shutil.rmtree(doomed)
 
     def unfinished(self) -> list[str]:
-        names = [path.name for path in self.root.glob("step*")]
-        return [name for name in names if _LEFT_OVER.fullmatch(name)]
+        return [name for name in self.names() if _LEFT_OVER.fullmatch(name)]
 
     def begin(self, step: int, nbytes: int) -> str:
         if self.latest_place is not None:
@@ -218,6 +224,8 @@ class Directory:
         flush(Path(place))
 
     def commit(self, step: int, place: str, files: dict[str, int]) -> None:
+        if self.lease is None:  # another job may have the root
+            raise RuntimeError(f"{self.root} is closed: save inside the manager's block")
         directory = self.path_of(step)
         Path(place).rename(directory)
         flush(self.root)
@@ -269,13 +277,21 @@ class Folder:
     def commit(self, files: dict[str, int]) -> None:
         older = Path(f"{self.directory}.replaced")
         if _is_checkpoint_of_same_files(self.directory, Path(self.place)):
-            shutil.rmtree(older, ignore_errors=True)
+            _remove_if_there(older)
             self.directory.rename(older)
         Path(self.place).rename(self.directory)
-        shutil.rmtree(older, ignore_errors=True)
+        _remove_if_there(older)
 
     def abort(self) -> None:
         shutil.rmtree(self.place, ignore_errors=True)  # a full disk needs the room
+
+
+def _remove_if_there(path: Path) -> None:
+    """Remove a directory, or a link to one: what the link names stays."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_checkpoint_of_same_files(older: Path, newer: Path) -> bool:
