@@ -150,6 +150,7 @@ def test_what_an_older_job_has_left_unfinished_is_none_and_in_nobodys_way(place:
     place.save(1, 2, 3)
     if place.kind == "directory":
         place.files(3).rename(place.path / "step3.incomplete")
+        (place.path / "step4.incomplete").symlink_to(place.path)  # which nothing deletes as a tree
     else:
         place.commit_of(3).unlink()
     assert place.resumed() == 2
@@ -242,10 +243,9 @@ def test_a_rank_that_does_not_see_what_rank_0_has_made_writes_nothing(tmp_path: 
 def test_a_root_is_free_again_when_its_job_has_ended_which_commits_no_more(place: Place) -> None:
     store = store_of(place.root)
     store.open()
-    attempt = store.begin(3, 0)
     store.close()
     with pytest.raises(RuntimeError, match="is closed"):
-        store.commit(3, attempt, {})
+        store.commit(3, store.begin(3, 0), {})
     for step in (1, 2, 3):
         place.save(step)
     assert place.resumed() == 3

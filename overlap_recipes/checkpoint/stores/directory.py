@@ -108,7 +108,10 @@ class Directory:
         self.lock()
         os.register_at_fork(after_in_child=self.close)  # each process closes its own copy
         for leftover in self.unfinished():
-            shutil.rmtree(self.root / leftover)
+            try:
+                shutil.rmtree(self.root / leftover)
+            except OSError as error:  # a rank of the job before may still write there
+                LOG.warning("%s cannot be deleted: %s", leftover, error)
 
     def lock(self) -> None:
         """Lock the root for this process.
