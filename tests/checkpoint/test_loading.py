@@ -235,10 +235,8 @@ def saved_on_two_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     model = layers()
     job = TrainingState(model, adam(model), per_rank={"data": Kept({"at": 0})})
     tree = job.state_dict()
-    tree["per_rank"]["1"] = {
-        "random": tree["per_rank"]["0"]["random"],
-        "data": trees.packed({"at": 1}),
-    }
+    of_first = tree["per_rank"]["0"]
+    tree["per_rank"]["1"] = {"random": of_first["random"], "data": trees.packed({"at": 1})}
     dcp.save({"app": tree}, checkpoint_id=directory)
     monkeypatch.undo()
 

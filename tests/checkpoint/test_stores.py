@@ -150,7 +150,7 @@ def test_what_an_older_job_has_left_unfinished_is_none_and_in_nobodys_way(place:
     place.save(1, 2, 3)
     if place.kind == "directory":
         place.files(3).rename(place.path / "step3.incomplete")
-        (place.path / "step4.incomplete").symlink_to(place.path)  # which nothing deletes as a tree
+        (place.path / "step4.incomplete").touch()  # which nothing deletes as a tree
     else:
         place.commit_of(3).unlink()
     assert place.resumed() == 2
@@ -254,15 +254,17 @@ def test_a_root_is_free_again_when_its_job_has_ended_which_commits_no_more(place
 def test_what_neither_rule_keeps_goes(place: Place) -> None:
     place.save(*range(1, 10), keep_last=2, keep_every=4)
     assert steps_in(place.root) == [9, 8, 4]
-    folders = [path for path in place.path.iterdir() if path.is_dir()]
-    assert len(folders) == 3, folders
+    assert len([path for path in place.path.iterdir() if path.is_dir()]) == 3
     store = store_of(place.root)
-    assert left_out(store, 1, 0) == [8, 4] and left_out(store, 1, 8) == [4]
-    assert left_out(store, 5, 0) == []
+    found = [left_out(store, last, every) for last, every in ((1, 0), (1, 8), (5, 0))]
+    assert found == [[8, 4], [4], []]
     prune(store, 1, 0, dry_run=True)
     assert steps_in(place.root) == [9, 8, 4]
+    if place.kind == "directory":  # as where a job has begun with a checkpoint of another root
+        place.files(4).symlink_to(place.files(4).rename(place.path / "other"))
     prune(store, 1, 0, dry_run=False)
-    assert steps_in(place.root) == [9]
+    assert steps_in(place.root) == [9] and not [*place.path.glob("step4*")]
+    assert place.kind == "store" or (place.path / "other" / ".metadata").exists()
 
 
 def test_a_damaged_one_counts_for_none_of_those_that_stay(place: Place) -> None:

@@ -50,6 +50,14 @@ def write_durably(path: Path, text: str) -> None:
     flush(path.parent)
 
 
+def _delete(path: Path, ignore_errors: bool = False) -> None:
+    """Delete a directory; of a link to one the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors)
+
+
 def _place_of_attempt(directory: Path) -> str:
     """Its own: a rank of an earlier job, on a host that was lost, could still write to another."""
     return f"{directory}.{uuid.uuid4().hex[:8]}.incomplete"
@@ -109,7 +117,7 @@ class Directory:
         os.register_at_fork(after_in_child=self.close)  # each process closes its own copy
         for leftover in self.unfinished():
             try:
-                shutil.rmtree(self.root / leftover)
+                _delete(self.root / leftover)
             except OSError as error:  # a rank of the job before may still write there
                 LOG.warning("%s cannot be deleted: %s", leftover, error)
 
@@ -202,7 +210,7 @@ class Directory:
         doomed = self.root / f"{name_of(step)}.deleted"
         self.path_of(step).rename(doomed)
         flush(self.root)
-        shutil.rmtree(doomed)
+        _delete(doomed)
 
     def unfinished(self) -> list[str]:
         return [name for name in self.names() if _LEFT_OVER.fullmatch(name)]
@@ -280,21 +288,13 @@ class Folder:
     def commit(self, files: dict[str, int]) -> None:
         older = Path(f"{self.directory}.replaced")
         if _is_checkpoint_of_same_files(self.directory, Path(self.place)):
-            _remove_if_there(older)
+            _delete(older, ignore_errors=True)
             self.directory.rename(older)
         Path(self.place).rename(self.directory)
-        _remove_if_there(older)
+        _delete(older, ignore_errors=True)
 
     def abort(self) -> None:
         shutil.rmtree(self.place, ignore_errors=True)  # a full disk needs the room
-
-
-def _remove_if_there(path: Path) -> None:
-    """Remove a directory, or a link to one: what the link names stays."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_checkpoint_of_same_files(older: Path, newer: Path) -> bool:
