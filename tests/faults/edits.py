@@ -80,8 +80,8 @@ RENAME_BEFORE_FLUSH = Edit(
 )
 DELETION_NOT_FLUSHED = Edit(
     directory,
-    "        flush(self.root)\n        shutil.rmtree(doomed)",
-    "        shutil.rmtree(doomed)",
+    "        flush(self.root)\n        _delete(doomed)",
+    "        _delete(doomed)",
 )
 BY_KILL = {"pointer before rename": POINTER_FIRST, "delete before durable": DELETE_FIRST}
 BY_POWER_CUT = {
